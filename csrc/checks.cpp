@@ -1,0 +1,944 @@
+#include "checks.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
+
+namespace paged_kv {
+namespace {
+
+constexpr int64_t kMaxHeadSize = 576;
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+// ---- messages: built only once a rule is broken ----------------------------------------------------------------
+
+[[noreturn]] __attribute__((noinline, cold)) void fail(const std::string& argument, const std::string& rule,
+                                                       const std::string& value) {
+  throw std::invalid_argument(argument + " must " + rule + ", got " + value);
+}
+
+std::string text(int64_t value) { return std::to_string(value); }
+
+std::string text(double value) {
+  char buffer[32];
+  std::snprintf(buffer, sizeof buffer, "%g", value);
+  return buffer;
+}
+
+std::string text(const int64_t* values, int64_t count) {
+  std::string list = "[";
+  for (int64_t i = 0; i < count; ++i) list += (i == 0 ? "" : ", ") + text(values[i]);
+  return list + "]";
+}
+
+// ---- dtypes and devices ----------------------------------------------------------------------------------------
+
+struct DTypeEntry {
+  int32_t code;  // libtorch's number
+  const char* name;
+  std::optional<DType> dtype;  // what kernels call it, if they know it
+};
+
+const std::vector<DTypeEntry>& dtype_table() {
+  static const std::vector<DTypeEntry> table = {
+      {aoti_torch_dtype_float32(), "float32", DType::float32},
+      {aoti_torch_dtype_bfloat16(), "bfloat16", DType::bfloat16},
+      {aoti_torch_dtype_float16(), "float16", DType::float16},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn", DType::float8_e4m3fn},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2", DType::float8_e5m2},
+      {aoti_torch_dtype_int8(), "int8", DType::int8},
+      {aoti_torch_dtype_int32(), "int32", {}},
+      {aoti_torch_dtype_int64(), "int64", {}},
+      {aoti_torch_dtype_bool(), "bool", {}},
+      {aoti_torch_dtype_float64(), "float64", {}},
+      {aoti_torch_dtype_int16(), "int16", {}},
+      {aoti_torch_dtype_uint8(), "uint8", {}},
+      {aoti_torch_dtype_complex64(), "complex64", {}},
+      {aoti_torch_dtype_complex128(), "complex128", {}},
+      {aoti_torch_dtype_float8_e4m3fnuz(), "float8_e4m3fnuz", {}},
+      {aoti_torch_dtype_float8_e5m2fnuz(), "float8_e5m2fnuz", {}},
+  };
+  return table;
+}
+
+std::optional<DType> kernel_dtype(int32_t code) {
+  for (const DTypeEntry& entry : dtype_table()) {
+    if (entry.code == code) return entry.dtype;
+  }
+  return std::nullopt;
+}
+
+std::string dtype_name(int32_t code) {
+  for (const DTypeEntry& entry : dtype_table()) {
+    if (entry.code == code) return entry.name;
+  }
+  return "dtype number " + text(int64_t{code});
+}
+
+struct Device {
+  int32_t type, index;
+  bool operator==(const Device& other) const { return type == other.type && index == other.index; }
+  bool is_cpu() const {
+    static const int32_t cpu = aoti_torch_device_type_cpu();
+    return type == cpu;
+  }
+};
+
+std::string text(const Device& device) {
+  if (device.is_cpu()) return "cpu";
+  if (device.type == aoti_torch_device_type_cuda()) return "cuda:" + text(int64_t{device.index});
+  return device.type == aoti_torch_device_type_meta() ? "meta" : "device type " + text(int64_t{device.type});
+}
+
+// ---- a tensor argument, read once ------------------------------------------------------------------------------
+
+enum class Access { read, write };
+
+struct Argument {
+  const char* name;
+  const Tensor* tensor;
+  void* data = nullptr;
+  int64_t dim = 0;
+  const int64_t* sizes = nullptr;
+  const int64_t* strides = nullptr;
+  int32_t dtype = 0;
+  Device device = {};
+  int64_t position = -1;  // in a list of tensors
+
+  Argument(const char* name, const Tensor& tensor, Access access = Access::read, int64_t position = -1)
+      : name(name), tensor(&tensor), position(position) {
+    AtenTensorHandle handle = tensor.get();
+    int64_t* raw_sizes = nullptr;
+    int64_t* raw_strides = nullptr;
+    const void* const_data = nullptr;
+    const bool failed = aoti_torch_get_dim(handle, &dim) || aoti_torch_get_sizes(handle, &raw_sizes) ||
+                        aoti_torch_get_strides(handle, &raw_strides) || aoti_torch_get_dtype(handle, &dtype) ||
+                        aoti_torch_get_device_type(handle, &device.type) ||
+                        aoti_torch_get_device_index(handle, &device.index) ||
+                        (access == Access::write ? torch_get_mutable_data_ptr(handle, &data)
+                                                 : torch_get_const_data_ptr(handle, &const_data));
+    if (failed) fail(full_name(), "be a dense tensor", "one without sizes, strides or data");
+    if (access == Access::read) data = const_cast<void*>(const_data);
+    sizes = raw_sizes;
+    strides = raw_strides;
+    if (device.is_cpu()) device.index = 0;
+  }
+
+  std::string full_name() const {
+    return position < 0 ? std::string(name) : std::string(name) + "[" + text(position) + "]";
+  }
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int64_t d = 0; d < dim; ++d) count *= sizes[d];
+    return count;
+  }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+std::string shape_text(const Argument& argument) { return text(argument.sizes, argument.dim); }
+
+[[noreturn]] __attribute__((noinline, cold)) void fail_strides(const Argument& argument, const char* rule) {
+  fail(argument.full_name(), rule, "strides " + text(argument.strides, argument.dim));
+}
+
+// A named dimension; `size` is what it must be, or kAny.
+constexpr int64_t kAny = -1;
+struct Dim {
+  const char* name;
+  int64_t size = kAny;
+};
+
+[[noreturn]] __attribute__((noinline, cold)) void fail_shape(const Argument& argument,
+                                                             std::initializer_list<Dim> dims) {
+  std::string rule = "have shape [";
+  for (const Dim& dim : dims) {
+    if (&dim != dims.begin()) rule += ", ";
+    rule += dim.name;
+    if (dim.size != kAny) rule += (*dim.name == '\0' ? "" : "=") + text(dim.size);
+  }
+  fail(argument.full_name(), rule + "]", shape_text(argument));
+}
+
+bool has_shape(const Argument& argument, std::initializer_list<Dim> dims) {
+  if (argument.dim != static_cast<int64_t>(dims.size())) return false;
+  const int64_t* size = argument.sizes;
+  for (const Dim& dim : dims) {
+    if (dim.size != kAny && *size != dim.size) return false;
+    ++size;
+  }
+  return true;
+}
+
+void require_shape(const Argument& argument, std::initializer_list<Dim> dims) {
+  if (!has_shape(argument, dims)) fail_shape(argument, dims);
+}
+
+void require_dtype(const Argument& argument, int32_t code) {
+  if (argument.dtype != code) fail(argument.full_name(), "have dtype " + dtype_name(code), dtype_name(argument.dtype));
+}
+
+void require_int32(const Argument& argument) {
+  static const int32_t code = aoti_torch_dtype_int32();
+  require_dtype(argument, code);
+}
+
+void require_int64(const Argument& argument) {
+  static const int32_t code = aoti_torch_dtype_int64();
+  require_dtype(argument, code);
+}
+
+void require_float32(const Argument& argument) {
+  static const int32_t code = aoti_torch_dtype_float32();
+  require_dtype(argument, code);
+}
+
+void require_device(const Argument& argument, const Device& device) {
+  if (!(argument.device == device)) fail(argument.full_name(), "be on " + text(device), text(argument.device));
+}
+
+void require_contiguous(const Argument& argument) {
+  int64_t expected = 1;
+  for (int64_t d = argument.dim - 1; d >= 0; --d) {
+    if (argument.sizes[d] == 0) return;
+    if (argument.sizes[d] != 1 && argument.strides[d] != expected) fail_strides(argument, "be contiguous");
+    expected *= argument.sizes[d];
+  }
+}
+
+void require_last_dim_contiguous(const Argument& argument) {
+  const int64_t last = argument.dim - 1;
+  if (argument.sizes[last] > 1 && argument.strides[last] != 1)
+    fail_strides(argument, "have a contiguous last dimension");
+}
+
+// The dimensions from `first` on with more than one element, innermost (smallest stride) first.
+template <class Visit>
+void visit_dims_inside_out(const Argument& argument, int64_t first, Visit visit) {
+  constexpr int64_t kMaxDims = 16;
+  int64_t order[kMaxDims];
+  int64_t count = 0;
+  if (argument.dim > kMaxDims) fail(argument.full_name(), "have at most 16 dimensions", text(argument.dim));
+  for (int64_t d = first; d < argument.dim; ++d) {
+    if (argument.sizes[d] == 1) continue;
+    int64_t at = count++;
+    for (; at > 0 && argument.strides[order[at - 1]] > argument.strides[d]; --at) order[at] = order[at - 1];
+    order[at] = d;
+  }
+  for (int64_t i = 0; i < count; ++i) visit(argument.sizes[order[i]], argument.strides[order[i]]);
+}
+
+// Two indices of a tensor that is written must not name the same memory (an expanded tensor's do).
+void require_no_overlap(const Argument& argument) {
+  if (argument.numel() == 0) return;
+  int64_t span = 1;  // elements from the first to the last index of the dimensions visited so far
+  visit_dims_inside_out(argument, 0, [&](int64_t size, int64_t stride) {
+    if (stride < span) fail_strides(argument, "not overlap itself");
+    span += (size - 1) * stride;
+  });
+}
+
+void require_at_least(const char* name, int64_t value, int64_t least) {
+  if (value < least) fail(name, "be >= " + text(least), text(value));
+}
+
+void require_within(const char* name, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most) fail(name, "be in " + text(least) + " .. " + text(most), text(value));
+}
+
+void require_dim_within(const Argument& argument, const char* dim_name, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most)
+    fail(argument.full_name(), std::string("have ") + dim_name + " in " + text(least) + " .. " + text(most),
+         text(value));
+}
+
+DType require_float_dtype(const Argument& argument) {
+  const std::optional<DType> dtype = kernel_dtype(argument.dtype);
+  if (!dtype || size_of(*dtype) == 1)
+    fail(argument.full_name(), "have dtype float32, float16 or bfloat16", dtype_name(argument.dtype));
+  return *dtype;
+}
+
+DType require_cache_dtype(const Argument& argument) {
+  const std::optional<DType> dtype = kernel_dtype(argument.dtype);
+  if (!dtype)
+    fail(argument.full_name(), "have dtype float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8",
+         dtype_name(argument.dtype));
+  return *dtype;
+}
+
+// An index or per-head vector: one dimension, contiguous, on the device of the call.
+void require_vector(const Argument& argument, const Device& device, Dim dim) {
+  require_device(argument, device);
+  require_shape(argument, {dim});
+  require_contiguous(argument);
+}
+
+// ---- contents: always for the allocator's small tensors on the CPU, for every index tensor with PAGED_KV_DEBUG=1 ----
+
+bool debug_mode() {
+  static const bool on = [] {
+    const char* value = std::getenv("PAGED_KV_DEBUG");
+    return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+  }();
+  return on;
+}
+
+// The elements of an integer tensor on the host: in place on the CPU, else a copy that waits for the device.
+template <class T>
+class HostView {
+ public:
+  explicit HostView(const Argument& argument) : data_(argument.as<const T>()), argument_(&argument) {
+    if (argument.device.is_cpu()) return;
+    copy_ = torch::stable::contiguous(
+        torch::stable::to(*argument.tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU)));
+    data_ = copy_->const_data_ptr<T>();
+  }
+  int64_t size() const { return argument_->sizes[0]; }
+  int64_t operator[](int64_t i) const { return data_[i]; }
+  int64_t operator()(int64_t row, int64_t column) const {
+    return data_[row * (copy_ ? argument_->sizes[1] : argument_->strides[0]) + column];
+  }
+
+  void require_within(int64_t i, int64_t least, int64_t most, const char* index_name) const {
+    const int64_t value = (*this)[i];
+    if (value < least || value > most)
+      fail(argument_->full_name(), "hold values in " + text(least) + " .. " + text(most),
+           text(value) + " at " + index_name + " " + text(i));
+  }
+
+ private:
+  const T* data_;
+  const Argument* argument_;
+  OptionalTensor copy_;
+};
+
+void check_spans(const Argument& cu_seqlens_q, int64_t num_seqs, int64_t num_tokens) {
+  const HostView<int32_t> spans(cu_seqlens_q);
+  for (int64_t i = 0; i <= num_seqs; ++i) {
+    spans.require_within(i, 0, num_tokens, "index");
+    if (i > 0 && spans[i] < spans[i - 1])
+      fail(cu_seqlens_q.full_name(), "ascend",
+           text(spans[i]) + " after " + text(spans[i - 1]) + " at row " + text(i - 1));
+  }
+}
+
+void check_lengths(const Argument& seq_lens, int64_t most) {
+  const HostView<int32_t> lengths(seq_lens);
+  for (int64_t row = 0; row < lengths.size(); ++row) lengths.require_within(row, 0, most, "row");
+}
+
+// The used columns of a block table [num_seqs, max_blocks]; -1 is an unmapped block, which a window may leave behind.
+void check_table(const Argument& block_table, const Argument& seq_lens, int64_t block_size, int64_t num_blocks) {
+  const HostView<int32_t> table(block_table);
+  const HostView<int32_t> lengths(seq_lens);
+  for (int64_t row = 0; row < lengths.size(); ++row) {
+    const int64_t used = (lengths[row] + block_size - 1) / block_size;
+    for (int64_t column = 0; column < used; ++column) {
+      const int64_t block = table(row, column);
+      if (block < -1 || block >= num_blocks)
+        fail(block_table.full_name(), "hold blocks in -1 .. " + text(num_blocks - 1),
+             text(block) + " at row " + text(row) + ", column " + text(column));
+    }
+  }
+}
+
+void check_longest_query(const Argument& cu_seqlens_q, int64_t num_seqs, int64_t max_seqlen_q) {
+  const HostView<int32_t> spans(cu_seqlens_q);
+  for (int64_t row = 0; row < num_seqs; ++row) {
+    const int64_t length = spans[row + 1] - spans[row];
+    if (length > max_seqlen_q)
+      fail("max_seqlen_q", "be at least the query length " + text(length) + " of row " + text(row), text(max_seqlen_q));
+  }
+}
+
+void check_slots(const Argument& slot_mapping, int64_t num_slots) {
+  const HostView<int64_t> slots(slot_mapping);
+  std::unordered_set<int64_t> seen;
+  for (int64_t token = 0; token < slots.size(); ++token) {
+    slots.require_within(token, -1, num_slots - 1, "token");
+    if (slots[token] >= 0 && !seen.insert(slots[token]).second)
+      fail(slot_mapping.full_name(), "hold each slot once", text(slots[token]) + " again at token " + text(token));
+  }
+}
+
+void check_block_mapping(const Argument& block_mapping, int64_t source_blocks, int64_t destination_blocks) {
+  const HostView<int64_t> pairs(block_mapping);
+  std::unordered_set<int64_t> written;
+  for (int64_t pair = 0; pair < pairs.size(); ++pair) {
+    const int64_t limits[2] = {source_blocks, destination_blocks};
+    for (int64_t column = 0; column < 2; ++column) {
+      const int64_t block = pairs(pair, column);
+      if (block < -1 || block >= limits[column])
+        fail(block_mapping.full_name(), "hold blocks in -1 .. " + text(limits[column] - 1),
+             text(block) + " at row " + text(pair) + ", column " + text(column));
+    }
+    const int64_t destination = pairs(pair, 1);
+    if (pairs(pair, 0) >= 0 && destination >= 0 && !written.insert(destination).second)
+      fail(block_mapping.full_name(), "hold each destination once", text(destination) + " again at row " + text(pair));
+  }
+}
+
+// ---- parts that several ops share ------------------------------------------------------------------------------
+
+struct PoolShape {
+  int64_t num_blocks, block_size, num_kv_heads;
+};
+
+PoolShape check_caches(const Argument& key_cache, const Argument& value_cache, const Device& device) {
+  require_device(key_cache, device);
+  require_device(value_cache, device);
+  require_shape(key_cache, {{"num_blocks"}, {"block_size"}, {"num_kv_heads"}, {"head_size"}});
+  const int64_t* sizes = key_cache.sizes;
+  require_shape(value_cache,
+                {{"num_blocks", sizes[0]}, {"block_size", sizes[1]}, {"num_kv_heads", sizes[2]}, {"head_size_v"}});
+  require_cache_dtype(key_cache);
+  require_dtype(value_cache, key_cache.dtype);
+  require_dim_within(key_cache, "num_blocks", sizes[0], 0, kMaxInt32);
+  require_dim_within(key_cache, "block_size", sizes[1], 1, kMaxInt32);
+  require_dim_within(key_cache, "num_kv_heads", sizes[2], 1, kMaxInt32);
+  require_dim_within(key_cache, "head_size", sizes[3], 1, kMaxHeadSize);
+  require_dim_within(value_cache, "head_size_v", value_cache.sizes[3], 1, kMaxHeadSize);
+  require_last_dim_contiguous(key_cache);
+  require_last_dim_contiguous(value_cache);
+  return {sizes[0], sizes[1], sizes[2]};
+}
+
+// The number of dimensions tells the kinds apart: a scale per slot has three, even in a pool of one slot.
+Scale check_scale(const char* name, const OptionalTensor& tensor, const PoolShape& pool, const Device& device,
+                  Access access = Access::read) {
+  if (!tensor) return {nullptr, ScaleKind::none, 0, 0, 0};
+  const bool per_slot = tensor->dim() == 3;
+  const Argument scale(name, *tensor, per_slot ? access : Access::read);  // the other kinds are only read
+  require_device(scale, device);
+  require_float32(scale);
+  if (has_shape(scale, {}) || has_shape(scale, {{"", 1}})) return {scale.as<float>(), ScaleKind::per_tensor, 0, 0, 0};
+  if (has_shape(scale, {{"", pool.num_kv_heads}})) {
+    require_contiguous(scale);
+    return {scale.as<float>(), ScaleKind::per_head, 0, 0, 1};
+  }
+  if (!has_shape(scale, {{"", pool.num_blocks}, {"", pool.block_size}, {"", pool.num_kv_heads}})) {
+    const std::string heads = "num_kv_heads=" + text(pool.num_kv_heads);
+    fail(name,
+         "have shape [], [1], [" + heads + "] or [num_blocks=" + text(pool.num_blocks) +
+             ", block_size=" + text(pool.block_size) + ", " + heads + "]",
+         shape_text(scale));
+  }
+  if (access == Access::write) require_no_overlap(scale);
+  return {scale.as<float>(), ScaleKind::per_slot, scale.strides[0], scale.strides[1], scale.strides[2]};
+}
+
+Cache cache_of(const Argument& cache, const Scale& scale) {
+  return {cache.data, *kernel_dtype(cache.dtype), cache.strides[0], cache.strides[1], cache.strides[2], cache.sizes[3],
+          scale};
+}
+
+const float* check_per_head(const char* name, const OptionalTensor& tensor, int64_t num_heads, const Device& device) {
+  if (!tensor) return nullptr;
+  const Argument argument(name, *tensor);
+  require_vector(argument, device, {"num_heads", num_heads});
+  require_float32(argument);
+  return argument.as<float>();
+}
+
+void check_table_shape(const Argument& block_table, const Argument& seq_lens, const Device& device) {
+  require_device(block_table, device);
+  require_shape(block_table, {{"num_seqs"}, {"max_blocks"}});
+  require_int32(block_table);
+  require_last_dim_contiguous(block_table);
+  require_int32(seq_lens);
+  require_vector(seq_lens, device, {"num_seqs", block_table.sizes[0]});
+}
+
+Mask check_mask(const OptionalTensor& tensor, int64_t num_tokens, int64_t num_heads, const Device& device) {
+  if (!tensor) return {nullptr, MaskKind::none, 0, 0, 0};
+  static const int32_t bool_code = aoti_torch_dtype_bool();
+  static const int32_t float_code = aoti_torch_dtype_float32();
+  const Argument mask("mask", *tensor);
+  require_device(mask, device);
+  if (mask.dtype != bool_code && mask.dtype != float_code)
+    fail("mask", "have dtype bool or float32", dtype_name(mask.dtype));
+  if (mask.dim != 3 || mask.sizes[0] != num_tokens || (mask.sizes[1] != 1 && mask.sizes[1] != num_heads)) {
+    fail("mask", "have shape [num_tokens=" + text(num_tokens) + ", num_heads=" + text(num_heads) + " or 1, width]",
+         shape_text(mask));
+  }
+  require_last_dim_contiguous(mask);
+  return {mask.data, mask.dtype == bool_code ? MaskKind::boolean : MaskKind::additive, mask.strides[0],
+          mask.sizes[1] == 1 ? 0 : mask.strides[1], mask.sizes[2]};
+}
+
+// The five state tensors that allocate, free and fork change.
+struct State {
+  Rows rows;
+  PoolState pool;
+};
+
+struct StateArguments {
+  Argument block_table, seq_lens, free_ring, ref_counts, counters;
+
+  StateArguments(const Tensor& block_table, const Tensor& seq_lens, const Tensor& free_ring, const Tensor& ref_counts,
+                 const Tensor& counters)
+      : block_table("block_table", block_table, Access::write),
+        seq_lens("seq_lens", seq_lens, Access::write),
+        free_ring("free_ring", free_ring, Access::write),
+        ref_counts("ref_counts", ref_counts, Access::write),
+        counters("counters", counters, Access::write) {}
+
+  const Device& device() const { return block_table.device; }
+
+  State check(int64_t block_size) const {
+    const bool grouped = block_table.dim == 3;
+    if (!grouped && block_table.dim != 2)
+      fail("block_table", "have shape [num_seqs, max_blocks] or [num_groups, num_seqs, max_blocks]",
+           shape_text(block_table));
+    require_int32(block_table);
+    require_contiguous(block_table);
+    const int64_t num_groups = grouped ? block_table.sizes[0] : 1;
+    const int64_t num_seqs = block_table.sizes[grouped ? 1 : 0];
+    const int64_t max_blocks = block_table.sizes[grouped ? 2 : 1];
+    require_int32(seq_lens);
+    require_vector(seq_lens, device(), {"num_seqs", num_seqs});
+    require_int32(free_ring);
+    require_vector(free_ring, device(), {"num_blocks"});
+    const int64_t num_blocks = free_ring.sizes[0];
+    require_dim_within(free_ring, "num_blocks", num_blocks, 0, kMaxInt32);
+    require_int32(ref_counts);
+    require_vector(ref_counts, device(), {"num_blocks", num_blocks});
+    require_int64(counters);
+    require_vector(counters, device(), {"", kNumCounters});
+    require_within("block_size", block_size, 1, kMaxInt32);
+    check_contents(num_groups, num_seqs, max_blocks, block_size, num_blocks);
+    return {{block_table.as<int32_t>(), seq_lens.as<int32_t>(), num_groups, num_seqs, max_blocks, block_size},
+            {free_ring.as<int32_t>(), ref_counts.as<int32_t>(), counters.as<int64_t>(), num_blocks}};
+  }
+
+ private:
+  void check_contents(int64_t num_groups, int64_t num_seqs, int64_t max_blocks, int64_t block_size,
+                      int64_t num_blocks) const {
+    if (device().is_cpu() || debug_mode()) check_lengths(seq_lens, std::min(max_blocks * block_size, kMaxInt32));
+    if (!debug_mode()) return;
+    const HostView<int32_t> table(block_table);  // contiguous: entry i is column i % max_blocks
+    const HostView<int32_t> counts(ref_counts);
+    for (int64_t i = 0; i < num_groups * num_seqs * max_blocks; ++i) {
+      const int64_t block = table[i];
+      const bool valid = block >= -1 && block < num_blocks;
+      if (valid && (block == -1 || counts[block] > 0)) continue;
+      const std::string place = " at row " + text(i / max_blocks % num_seqs) + ", column " + text(i % max_blocks);
+      if (!valid) fail("block_table", "hold blocks in -1 .. " + text(num_blocks - 1), text(block) + place);
+      fail("ref_counts", "count every block that block_table holds",
+           text(counts[block]) + " for block " + text(block) + place);
+    }
+  }
+};
+
+// ---- lanes of copy_blocks and swap_blocks ----------------------------------------------------------------------
+
+void require_same_block(const Argument& a, const Argument& b) {
+  require_dtype(b, a.dtype);
+  const bool same = a.dim == b.dim && std::equal(a.sizes + 1, a.sizes + a.dim, b.sizes + 1);
+  if (!same)
+    fail(b.full_name(), "have blocks of shape " + text(a.sizes + 1, a.dim - 1),
+         a.dim == b.dim ? text(b.sizes + 1, b.dim - 1) : "shape " + shape_text(b));
+}
+
+// Splits a block into the longest runs of bytes that are dense in both caches, and appends a lane for each.
+// Both have shape [num_blocks, ...] with equal sizes after the first.
+void append_lanes(const Argument& source, const Argument& destination, std::vector<CopyLane>& lanes) {
+  const int64_t bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(source.dtype));
+  if (source.numel() == 0 || destination.numel() == 0) return;
+  struct Axis {
+    int64_t size, source_stride, destination_stride;
+  };
+  std::vector<Axis> axes;  // of one block, innermost first
+  for (int64_t d = 1; d < source.dim; ++d) {
+    if (source.sizes[d] != 1) axes.push_back({source.sizes[d], source.strides[d], destination.strides[d]});
+  }
+  std::sort(axes.begin(), axes.end(), [](const Axis& a, const Axis& b) { return a.source_stride < b.source_stride; });
+  int64_t dense = 1;
+  size_t outer = 0;
+  while (outer < axes.size() && axes[outer].source_stride == dense && axes[outer].destination_stride == dense)
+    dense *= axes[outer++].size;
+  int64_t count = 1;
+  for (size_t i = outer; i < axes.size(); ++i) count *= axes[i].size;
+  for (int64_t lane = 0; lane < count; ++lane) {
+    int64_t source_offset = 0, destination_offset = 0, rest = lane;
+    for (size_t i = outer; i < axes.size(); rest /= axes[i++].size) {
+      source_offset += rest % axes[i].size * axes[i].source_stride;
+      destination_offset += rest % axes[i].size * axes[i].destination_stride;
+    }
+    lanes.push_back({source.as<const char>() + source_offset * bytes,
+                     destination.as<char>() + destination_offset * bytes, source.strides[0] * bytes,
+                     destination.strides[0] * bytes, dense * bytes, source.sizes[0], destination.sizes[0]});
+  }
+}
+
+void require_block_tensor(const Argument& cache) {
+  if (cache.dim < 1) fail_shape(cache, {{"num_blocks"}, {"..."}});
+}
+
+// A cache listed twice would be copied twice, which breaks chained pairs.
+void require_distinct(const std::vector<Tensor>& first, const std::vector<Tensor>& second, const char* name) {
+  std::vector<const void*> starts;
+  for (const std::vector<Tensor>* list : {&first, &second}) {
+    for (const Tensor& cache : *list) {
+      if (cache.numel() > 0) starts.push_back(cache.const_data_ptr());
+    }
+  }
+  std::sort(starts.begin(), starts.end());
+  if (std::adjacent_find(starts.begin(), starts.end()) != starts.end())
+    fail(name, "hold each cache once", "one that is listed twice");
+}
+
+void check_block_mapping_shape(const Argument& block_mapping, const Device& device) {
+  require_device(block_mapping, device);
+  require_shape(block_mapping, {{"num_pairs"}, {"", 2}});
+  require_int64(block_mapping);
+  require_contiguous(block_mapping);
+}
+
+}  // namespace
+
+// ---- one check per op ------------------------------------------------------------------------------------------
+
+AllocateParams check_allocate(const Tensor& block_table, const Tensor& seq_lens, const Tensor& free_ring,
+                              const Tensor& ref_counts, const Tensor& counters, const Tensor& cu_seqlens_q,
+                              int64_t num_tokens, int64_t block_size, const OptionalTensor& num_new,
+                              const OptionalTensor& retain) {
+  const StateArguments arguments(block_table, seq_lens, free_ring, ref_counts, counters);
+  const State state = arguments.check(block_size);
+  const Device& device = arguments.device();
+  const int64_t num_seqs = state.rows.num_seqs;
+  const bool check_contents = device.is_cpu() || debug_mode();
+
+  const Argument spans("cu_seqlens_q", cu_seqlens_q);
+  require_int32(spans);
+  require_vector(spans, device, {"num_seqs + 1", num_seqs + 1});
+  require_within("num_tokens", num_tokens, 0, kMaxInt32);
+  if (check_contents) check_spans(spans, num_seqs, num_tokens);
+
+  const int32_t* num_new_data = nullptr;
+  if (num_new) {
+    const Argument counts("num_new", *num_new);
+    require_int32(counts);
+    require_vector(counts, device, {"num_seqs", num_seqs});
+    num_new_data = counts.as<int32_t>();
+    if (check_contents) {
+      const HostView<int32_t> new_tokens(counts);
+      const HostView<int32_t> starts(spans);
+      for (int64_t row = 0; row < num_seqs; ++row)
+        new_tokens.require_within(row, 0, starts[row + 1] - starts[row], "row");
+    }
+  }
+
+  const int32_t* retain_data = nullptr;
+  if (retain) {
+    const Argument kept("retain", *retain);
+    require_int32(kept);
+    require_vector(kept, device, {"num_groups", state.rows.num_groups});
+    retain_data = kept.as<int32_t>();
+    if (check_contents) {
+      const HostView<int32_t> values(kept);
+      for (int64_t group = 0; group < values.size(); ++group) values.require_within(group, -1, kMaxInt32, "group");
+    }
+  }
+  return {state.rows, state.pool, spans.as<int32_t>(), num_new_data, retain_data, num_tokens, nullptr, nullptr};
+}
+
+void fail_table_too_narrow(int64_t row, int64_t columns, int64_t max_blocks) {
+  fail("block_table", "have max_blocks >= " + text(columns) + " for row " + text(row), text(max_blocks));
+}
+
+FreeParams check_free(const Tensor& block_table, const Tensor& seq_lens, const Tensor& free_ring,
+                      const Tensor& ref_counts, const Tensor& counters, const Tensor& new_lens, int64_t block_size) {
+  const StateArguments arguments(block_table, seq_lens, free_ring, ref_counts, counters);
+  const State state = arguments.check(block_size);
+  const Argument lengths("new_lens", new_lens);
+  require_int32(lengths);
+  require_vector(lengths, arguments.device(), {"num_seqs", state.rows.num_seqs});
+  if (arguments.device().is_cpu() || debug_mode()) check_lengths(lengths, kMaxInt32);
+  return {state.rows, state.pool, lengths.as<int32_t>()};
+}
+
+ForkParams check_fork(const Tensor& block_table, const Tensor& seq_lens, const Tensor& free_ring,
+                      const Tensor& ref_counts, const Tensor& counters, const Tensor& source_rows,
+                      const Tensor& destination_rows, int64_t block_size) {
+  const StateArguments arguments(block_table, seq_lens, free_ring, ref_counts, counters);
+  const State state = arguments.check(block_size);
+  const Argument sources("source_rows", source_rows);
+  const Argument destinations("destination_rows", destination_rows);
+  require_int64(sources);
+  require_vector(sources, arguments.device(), {"num_pairs"});
+  require_int64(destinations);
+  require_vector(destinations, arguments.device(), {"num_pairs", sources.sizes[0]});
+  if (arguments.device().is_cpu() || debug_mode()) {
+    const HostView<int64_t> from(sources);
+    const HostView<int64_t> to(destinations);
+    std::vector<bool> taken(static_cast<size_t>(state.rows.num_seqs));
+    for (int64_t pair = 0; pair < from.size(); ++pair) {
+      from.require_within(pair, 0, state.rows.num_seqs - 1, "pair");
+      to.require_within(pair, 0, state.rows.num_seqs - 1, "pair");
+      if (taken[static_cast<size_t>(to[pair])])
+        fail("destination_rows", "hold each row once", text(to[pair]) + " again at pair " + text(pair));
+      taken[static_cast<size_t>(to[pair])] = true;
+    }
+  }
+  return {state.rows, state.pool, sources.as<int64_t>(), destinations.as<int64_t>(), sources.sizes[0]};
+}
+
+ReshapeAndCacheParams check_reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                                              const Tensor& value_cache, const Tensor& slot_mapping,
+                                              const OptionalTensor& key_scale, const OptionalTensor& value_scale) {
+  const Argument keys("key", key);
+  const Argument values("value", value);
+  const Argument k_cache("key_cache", key_cache, Access::write);
+  const Argument v_cache("value_cache", value_cache, Access::write);
+  const Argument slots("slot_mapping", slot_mapping);
+  const Device& device = keys.device;
+
+  const PoolShape pool = check_caches(k_cache, v_cache, device);
+  require_no_overlap(k_cache);
+  require_no_overlap(v_cache);
+  require_shape(keys, {{"num_tokens"}, {"num_kv_heads", pool.num_kv_heads}, {"head_size", k_cache.sizes[3]}});
+  const int64_t num_tokens = keys.sizes[0];
+  require_device(values, device);
+  require_shape(values,
+                {{"num_tokens", num_tokens}, {"num_kv_heads", pool.num_kv_heads}, {"head_size_v", v_cache.sizes[3]}});
+  const DType dtype = require_float_dtype(keys);
+  require_dtype(values, keys.dtype);
+  require_last_dim_contiguous(keys);
+  require_last_dim_contiguous(values);
+  require_int64(slots);
+  require_vector(slots, device, {"num_tokens", num_tokens});
+
+  const Scale k_scale = check_scale("key_scale", key_scale, pool, device, Access::write);
+  const Scale v_scale = check_scale("value_scale", value_scale, pool, device, Access::write);
+  const bool quantised = size_of(*kernel_dtype(k_cache.dtype)) == 1;
+  if (!quantised && (k_scale.kind == ScaleKind::per_slot || v_scale.kind == ScaleKind::per_slot)) {
+    fail(k_scale.kind == ScaleKind::per_slot ? "key_scale" : "value_scale",
+         "be None, per tensor or per head for a cache of dtype " + dtype_name(k_cache.dtype), "a scale per slot");
+  }
+  if (debug_mode()) check_slots(slots, pool.num_blocks * pool.block_size);
+
+  return {keys.data,
+          values.data,
+          dtype,
+          keys.strides[0],
+          keys.strides[1],
+          values.strides[0],
+          values.strides[1],
+          cache_of(k_cache, k_scale),
+          cache_of(v_cache, v_scale),
+          slots.as<int64_t>(),
+          num_tokens,
+          pool.num_kv_heads,
+          pool.num_blocks,
+          pool.block_size};
+}
+
+AttentionParams check_paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                                      const Tensor& block_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
+                                      int64_t max_seqlen_q, double scale, bool causal, int64_t window_left,
+                                      int64_t window_right, double softcap, const OptionalTensor& alibi_slopes,
+                                      const OptionalTensor& sinks, const OptionalTensor& key_scale,
+                                      const OptionalTensor& value_scale, const OptionalTensor& mask,
+                                      bool deterministic) {
+  const Argument queries("query", query);
+  const Argument k_cache("key_cache", key_cache);
+  const Argument v_cache("value_cache", value_cache);
+  const Argument table("block_table", block_table);
+  const Argument lengths("seq_lens", seq_lens);
+  const Argument spans("cu_seqlens_q", cu_seqlens_q);
+  const Device& device = queries.device;
+
+  const PoolShape pool = check_caches(k_cache, v_cache, device);
+  require_shape(queries, {{"num_tokens"}, {"num_heads"}, {"head_size", k_cache.sizes[3]}});
+  const DType dtype = require_float_dtype(queries);
+  require_last_dim_contiguous(queries);
+  const int64_t num_tokens = queries.sizes[0], num_heads = queries.sizes[1];
+  if (num_heads < 1 || num_heads % pool.num_kv_heads != 0)
+    fail("query", "have num_heads a multiple of num_kv_heads=" + text(pool.num_kv_heads), text(num_heads));
+  check_table_shape(table, lengths, device);
+  const int64_t num_seqs = table.sizes[0], max_blocks = table.sizes[1];
+  require_int32(spans);
+  require_vector(spans, device, {"num_seqs + 1", num_seqs + 1});
+
+  require_at_least("max_seqlen_q", max_seqlen_q, 0);
+  if (!std::isfinite(scale)) fail("scale", "be finite", text(scale));
+  require_at_least("window_left", window_left, -1);
+  require_at_least("window_right", window_right, -1);
+  if (!std::isfinite(softcap) || softcap < 0) fail("softcap", "be finite and >= 0", text(softcap));
+
+  if (debug_mode()) {
+    check_spans(spans, num_seqs, num_tokens);
+    check_longest_query(spans, num_seqs, max_seqlen_q);
+    check_lengths(lengths, max_blocks * pool.block_size);
+    check_table(table, lengths, pool.block_size, pool.num_blocks);
+  }
+
+  return {queries.data,
+          dtype,
+          queries.strides[0],
+          queries.strides[1],
+          nullptr,
+          nullptr,
+          cache_of(k_cache, check_scale("key_scale", key_scale, pool, device)),
+          cache_of(v_cache, check_scale("value_scale", value_scale, pool, device)),
+          table.as<int32_t>(),
+          table.strides[0],
+          lengths.as<int32_t>(),
+          spans.as<int32_t>(),
+          num_tokens,
+          num_seqs,
+          num_heads,
+          pool.num_kv_heads,
+          pool.num_blocks,
+          pool.block_size,
+          max_blocks,
+          max_seqlen_q,
+          static_cast<float>(scale),
+          static_cast<float>(softcap),
+          causal,
+          window_left,
+          window_right,
+          check_per_head("alibi_slopes", alibi_slopes, num_heads, device),
+          check_per_head("sinks", sinks, num_heads, device),
+          check_mask(mask, num_tokens, num_heads, device),
+          deterministic};
+}
+
+MergeParams check_merge_attention_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                         const Tensor& lse_b, const OptionalTensor& sinks) {
+  const Argument a("out_a", out_a);
+  const Argument a_lse("lse_a", lse_a);
+  const Argument b("out_b", out_b);
+  const Argument b_lse("lse_b", lse_b);
+  require_shape(a, {{"num_tokens"}, {"num_heads"}, {"head_size"}});
+  const DType dtype = require_float_dtype(a);
+  const int64_t num_tokens = a.sizes[0], num_heads = a.sizes[1], head_size = a.sizes[2];
+  require_device(b, a.device);
+  require_shape(b, {{"num_tokens", num_tokens}, {"num_heads", num_heads}, {"head_size", head_size}});
+  require_dtype(b, a.dtype);
+  require_contiguous(a);
+  require_contiguous(b);
+  for (const Argument* lse : {&a_lse, &b_lse}) {
+    require_device(*lse, a.device);
+    require_shape(*lse, {{"num_tokens", num_tokens}, {"num_heads", num_heads}});
+    require_float32(*lse);
+    require_contiguous(*lse);
+  }
+  return {a.data,
+          b.data,
+          a_lse.as<float>(),
+          b_lse.as<float>(),
+          check_per_head("sinks", sinks, num_heads, a.device),
+          nullptr,
+          nullptr,
+          dtype,
+          num_tokens,
+          num_heads,
+          head_size};
+}
+
+CopyBlocksParams check_copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
+                                   const Tensor& block_mapping, std::vector<CopyLane>& lanes) {
+  const Argument pairs("block_mapping", block_mapping);
+  check_block_mapping_shape(pairs, pairs.device);
+  int64_t num_blocks = kMaxInt32;
+  const auto append = [&](const char* name, const std::vector<Tensor>& caches) {
+    for (size_t i = 0; i < caches.size(); ++i) {
+      const Argument cache(name, caches[i], Access::write, static_cast<int64_t>(i));
+      require_device(cache, pairs.device);
+      require_block_tensor(cache);
+      require_no_overlap(cache);
+      num_blocks = std::min(num_blocks, cache.sizes[0]);
+      append_lanes(cache, cache, lanes);
+    }
+  };
+  append("key_caches", key_caches);
+  append("value_caches", value_caches);
+  require_distinct(key_caches, value_caches, "key_caches and value_caches");
+  if (debug_mode()) check_block_mapping(pairs, num_blocks, num_blocks);
+  return {lanes.data(), static_cast<int64_t>(lanes.size()), pairs.as<int64_t>(), pairs.sizes[0]};
+}
+
+CopyBlocksParams check_swap_blocks(const std::vector<Tensor>& source_caches,
+                                   const std::vector<Tensor>& destination_caches, const Tensor& block_mapping,
+                                   std::vector<CopyLane>& lanes) {
+  const Argument pairs("block_mapping", block_mapping);
+  if (destination_caches.size() != source_caches.size())
+    fail("destination_caches", "have as many caches as source_caches (" + text(int64_t(source_caches.size())) + ")",
+         text(int64_t(destination_caches.size())));
+  int64_t source_blocks = kMaxInt32, destination_blocks = kMaxInt32;
+  Device mapping_device = pairs.device;
+  for (size_t i = 0; i < source_caches.size(); ++i) {
+    const Argument source("source_caches", source_caches[i], Access::read, static_cast<int64_t>(i));
+    const Argument destination("destination_caches", destination_caches[i], Access::write, static_cast<int64_t>(i));
+    require_block_tensor(source);
+    require_block_tensor(destination);
+    require_same_block(source, destination);
+    require_no_overlap(destination);
+    // A mapping is read where both ends can be reached: on the CPU unless both are on one other device.
+    mapping_device = source.device == destination.device ? source.device : Device{aoti_torch_device_type_cpu(), 0};
+    require_device(pairs, mapping_device);
+    source_blocks = std::min(source_blocks, source.sizes[0]);
+    destination_blocks = std::min(destination_blocks, destination.sizes[0]);
+    append_lanes(source, destination, lanes);
+  }
+  check_block_mapping_shape(pairs, mapping_device);
+  require_distinct(destination_caches, {}, "destination_caches");
+  if (debug_mode()) check_block_mapping(pairs, source_blocks, destination_blocks);
+  return {lanes.data(), static_cast<int64_t>(lanes.size()), pairs.as<int64_t>(), pairs.sizes[0]};
+}
+
+GatherParams check_gather_blocks(const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
+                                 const Tensor& seq_lens, int64_t max_len, const std::optional<ScalarType>& dtype,
+                                 const OptionalTensor& key_scale, const OptionalTensor& value_scale) {
+  const Argument k_cache("key_cache", key_cache);
+  const Argument v_cache("value_cache", value_cache);
+  const Argument table("block_table", block_table);
+  const Argument lengths("seq_lens", seq_lens);
+  const Device& device = k_cache.device;
+  const PoolShape pool = check_caches(k_cache, v_cache, device);
+  check_table_shape(table, lengths, device);
+  require_within("max_len", max_len, 0, kMaxInt32);
+
+  DType out_dtype = *kernel_dtype(k_cache.dtype);
+  if (size_of(out_dtype) == 1) out_dtype = DType::float32;
+  if (dtype) {
+    const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*dtype));
+    const std::optional<DType> wanted = kernel_dtype(code);
+    if (!wanted || size_of(*wanted) == 1) fail("dtype", "be float32, float16 or bfloat16", dtype_name(code));
+    out_dtype = *wanted;
+  }
+  if (debug_mode()) {
+    check_lengths(lengths, table.sizes[1] * pool.block_size);
+    check_table(table, lengths, pool.block_size, pool.num_blocks);
+  }
+  return {cache_of(k_cache, check_scale("key_scale", key_scale, pool, device)),
+          cache_of(v_cache, check_scale("value_scale", value_scale, pool, device)),
+          table.as<int32_t>(),
+          table.strides[0],
+          lengths.as<int32_t>(),
+          table.sizes[0],
+          pool.num_kv_heads,
+          pool.num_blocks,
+          pool.block_size,
+          table.sizes[1],
+          max_len,
+          nullptr,
+          nullptr,
+          out_dtype};
+}
+
+}  // namespace paged_kv

@@ -1,0 +1,71 @@
+// Host side of every launch: error checks, properties of the current device, run-time value -> template argument.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "../common/float8.h"
+#include "../params.h"
+
+namespace paged_kv::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
+
+struct Device {
+  int num_sms = 0;
+  int shared_bytes = 0;  // that one thread block may ask for
+};
+
+// Properties of the current device, asked for once. Two threads may both ask: they store the same values.
+inline const Device& current_device() {
+  constexpr int kMaxDevices = 64;
+  static Device devices[kMaxDevices];
+  int index = 0;
+  check(cudaGetDevice(&index), "cudaGetDevice");
+  if (index >= kMaxDevices) throw std::runtime_error("device index must be below 64, got " + std::to_string(index));
+  Device& device = devices[index];
+  if (device.num_sms == 0) {
+    check(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "attribute");
+    int num_sms = 0;
+    check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index), "attribute");
+    device.num_sms = num_sms;
+  }
+  return device;
+}
+
+inline int64_t divide_up(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls function(Type<T>{}) with the element type of a query, key or value.
+template <class Function>
+void dispatch_float(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::float32: return function(Type<float>{});
+    case DType::float16: return function(Type<Float16>{});
+    case DType::bfloat16: return function(Type<BFloat16>{});
+    default: throw std::invalid_argument("dtype must be float32, float16 or bfloat16, got " + std::to_string(int(dtype)));
+  }
+}
+
+// Calls function(Type<T>{}) with the element type of a cache.
+template <class Function>
+void dispatch_cache(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::float8_e4m3fn: return function(Type<Float8E4M3>{});
+    case DType::float8_e5m2: return function(Type<Float8E5M2>{});
+    case DType::int8: return function(Type<int8_t>{});
+    default: return dispatch_float(dtype, function);
+  }
+}
+
+}  // namespace paged_kv::cuda

@@ -1,0 +1,559 @@
+"""PagedKVCache: the keys and values of a batch of sequences, in blocks of one pool. Imports torch alone.
+
+The way of a step: the first layer's ``write`` allocates the slots of the new tokens for every layer at once, each layer
+writes its keys and values into them, ``attend`` reads through the block table. What changes from step to step lives in
+tensors (:class:`Rows`, :class:`KVPool`) and is changed by ops alone, so the same code runs eager and inside a compiled
+graph. Beside the tensors the host keeps a mirror of the lengths for eager code; a compiled graph cannot advance it, so
+it marks the mirror stale and the next eager call reads the tensors once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .layout import LayerPlace, LayerShape, cache_views, place_layers
+from .lengths import Lengths, is_right_aligned, right_align
+from .pool import blocks_for
+from .storage import KVPool, Rows, free_rows
+
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Step:
+    """What the layers of one step share. Its tokens are the flattened ``[num_seqs, length]`` batch."""
+
+    num_seqs: int
+    length: int
+    slot_mapping: Tensor  # int64 [num_groups, num_tokens]
+    cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
+    order: Tensor | None  # int64 [num_seqs, length]: moves tokens to the right of their row; None = they are there
+    written: int = -1  # last layer that wrote
+
+
+@dataclass
+class Padding:
+    """Which positions of the coming step hold a token."""
+
+    num_new: Tensor  # int32 [num_seqs]
+    real: Tensor | None  # bool [num_seqs, length] on the CPU; None inside a compiled graph
+    order: Tensor | None  # as in Step
+
+
+class PagedKVCache(nn.Module):
+    """Keys and values of a batch of sequences in fixed-size blocks of one pool.
+
+    Args:
+        windows: per layer, its sliding window in tokens (the query's own included) or None for full attention. None:
+            every layer attends to everything, and layers appear as they are written.
+        block_size: tokens in a block, >= 1.
+        num_blocks: size of the pool in blocks. At most one size may be given; none: the pool grows on demand. A given
+            size never grows, and running out raises :class:`OutOfBlocksError`.
+        num_tokens: size of the pool in tokens of one sequence.
+        bytes: size of the pool in bytes.
+        fraction: size of the pool as a share of the memory that is free at the first write.
+        dtype: of the stored keys and values (float32, float16, bfloat16). None: that of the first key.
+        pool: the pool of another cache of the same model, to share its blocks.
+
+    Keys and values come as ``[num_seqs, num_kv_heads, length, head_size]``, queries as ``[num_seqs, num_heads, length,
+    head_size]``. The ops are for inference: tensors that require grad are refused.
+    """
+
+    _pool: KVPool | None
+    _rows: Rows | None
+
+    def __init__(
+        self,
+        windows: Sequence[int | None] | None = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        num_tokens: int | None = None,
+        bytes: int | None = None,
+        fraction: float | None = None,
+        dtype: torch.dtype | None = None,
+        pool: KVPool | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"num_blocks": num_blocks, "num_tokens": num_tokens, "bytes": bytes, "fraction": fraction}
+        self._size: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+        _check_arguments(self._size, block_size, dtype, windows, pool)
+        self.block_size = block_size if pool is None else pool.block_size
+        self.dtype = dtype
+        self._pool = pool
+        self._rows = None
+        self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
+        self._shapes: dict[int, LayerShape] = {}
+        self._views: dict[int, tuple[int, Tensor, Tensor]] = {}
+        self._lengths = Lengths.of(0)
+        self._mirror_stale = False
+        self._set_windows(windows)
+        self._end_steps()
+
+    # ---- what it holds ------------------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> KVPool:
+        """The pool of blocks. It comes to be with the first write, which tells its device."""
+        if self._pool is None:
+            raise RuntimeError("the cache has no pool before its first write; share one with pool= to have it earlier")
+        return self._pool
+
+    @property
+    def num_seqs(self) -> int:
+        """Rows of the batch; 0 before the first write."""
+        return 0 if self._rows is None else self._rows.num_seqs
+
+    @property
+    def seen(self) -> int:
+        """Positions of the padded batch so far, padding included."""
+        return self._mirror().seen
+
+    def seq_lens(self) -> list[int]:
+        """Tokens each sequence holds; padding takes no slot and is not counted."""
+        return list(self._mirror().lens)
+
+    def stats(self) -> dict[str, int | float]:
+        """Exact numbers of what is held.
+
+        ``num_blocks``, ``free_blocks``, ``held_blocks``, ``bytes_held`` and ``bytes_total`` speak of the pool; ``tokens``
+        and ``utilisation`` (filled share of the slots in the blocks of this cache's tables) of this cache.
+        """
+        pool = self._pool
+        total, free, block_bytes = (0, 0, 0) if pool is None else (pool.num_blocks, pool.num_free, pool.block_bytes)
+        mapped, filled = self._slots()
+        return {
+            "num_blocks": total,
+            "free_blocks": free,
+            "held_blocks": total - free,
+            "bytes_held": (total - free) * block_bytes,
+            "bytes_total": total * block_bytes,
+            "tokens": sum(self.seq_lens()),
+            "utilisation": filled / mapped if mapped else 0.0,
+        }
+
+    def check(self) -> None:
+        """Raise if the accounts of the pool do not close; the pool must be this cache's alone."""
+        if self._rows is not None:
+            self.pool.check((self._rows.block_table, self._rows.seq_lens))
+
+    def _slots(self) -> tuple[int, int]:
+        """Slots of the mapped blocks of this cache's tables, and how many of them hold a token."""
+        if self._rows is None:
+            return 0, 0
+        mapped = (self._rows.block_table >= 0).sum(2)  # [num_groups, num_seqs]
+        released = (-(-self._rows.seq_lens // self.block_size) - mapped) * self.block_size
+        return int(mapped.sum()) * self.block_size, int((self._rows.seq_lens - released).sum())
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def pad(self, mask: Tensor | None, length: int) -> None:
+        """Say which positions of the coming step hold a token. The others take no slot, see nothing and are not seen.
+
+        Args:
+            mask: bool ``[num_seqs, seen + length]`` over all positions so far and the new ones; None = all hold one.
+            length: new positions.
+
+        Raises:
+            ValueError: the mask speaks of another number of positions, or contradicts what earlier steps stored.
+        """
+        self._padding = None
+        if mask is None:
+            return
+        real = mask[:, -length:]
+        if torch.compiler.is_compiling():
+            # One generated token a row is never padding; more tokens find their order inside the graph.
+            if length > 1:
+                self._padding = Padding(real.sum(1, dtype=torch.int32), None, right_align(real))
+            return
+        if length == 1 and mask.device.type != "cpu":
+            return  # likewise, and looking would cost a sync per step
+        self._check_history(mask, length)
+        if not real.all():
+            order = None if is_right_aligned(real) else right_align(real)
+            self._padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> Step:
+        """Store the new keys and values of one layer; the first layer's write begins the step for all of them.
+
+        Args:
+            layer: index of the layer.
+            key: ``[num_seqs, num_kv_heads, length, head_size]``; cast to the cache's dtype.
+            value: ``[num_seqs, num_kv_heads, length, head_size_v]``.
+
+        Returns:
+            The step, for :meth:`attend`.
+
+        Raises:
+            OutOfBlocksError: the pool has a given size and not enough free blocks; nothing has changed.
+            ValueError: shapes, devices or dtypes do not fit; nothing has changed.
+        """
+        if layer not in self._shapes:
+            self._add_layer(layer, key, value)
+        if layer == 0:
+            self._begin_step(key)
+        step = self._step
+        if step is None or (step.num_seqs, step.length) != (key.shape[0], key.shape[2]):
+            raise ValueError(
+                f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
+                f"length={key.shape[2]}] of layer {layer}"
+            )
+        key_cache, value_cache = self.caches(layer)
+        slots = step.slot_mapping[self._places[layer].group]
+        ops.reshape_and_cache(_packed(key, step.order), _packed(value, step.order), key_cache, value_cache, slots)
+        step.written = layer
+        if layer == len(self._places) - 1 and self._windows is not None:
+            self._step = None  # every layer is written; a compiled graph would hand the tensors out
+        return step
+
+    def attend(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the step's queries over everything the layer holds.
+
+        Args:
+            step: what :meth:`write` returned.
+            layer: index of a layer written in the step.
+            query: ``[num_seqs, num_heads, length, head_size]``.
+            scale: factor of query-key products.
+            causal: whether a position sees itself and earlier ones only.
+            window: sliding window in tokens, the query's own included; None: no window.
+            softcap: bound of scores, 0 = none.
+            sinks: ``[num_heads]``, a logit more per head.
+            alibi_slopes: ``[num_heads]``.
+            mask: ``[num_seqs or 1, num_heads or 1, length, seen]`` over the padded positions, bool (True = visible) or
+                additive; it is complete: causality and window are in it.
+
+        Returns:
+            ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
+        """
+        rows = self._rows
+        assert rows is not None
+        key_cache, value_cache = self.caches(layer)
+        out = ops.paged_attention(
+            _packed(query, step.order),
+            key_cache,
+            value_cache,
+            rows.block_table[self._places[layer].group],
+            rows.seq_lens,
+            step.cu_seqlens_q,
+            step.length,
+            scale=scale,
+            causal=causal and mask is None,
+            window_left=-1 if window is None or mask is not None else window - 1,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            mask=None if mask is None else self._packed_mask(mask, step),
+        ).unflatten(0, (step.num_seqs, step.length))
+        if step.order is None:
+            return out
+        return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
+
+    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
+        pool, lane, shape = self.pool, self._places[layer].lane, self._shapes[layer]
+        if torch.compiler.is_compiling():
+            return cache_views(pool.lane(lane), shape, self.block_size)
+        views = self._views.get(layer)
+        if views is None or views[0] != pool.generation:
+            views = (pool.generation, *cache_views(pool.lane(lane), shape, self.block_size))
+            self._views[layer] = views
+        return views[1], views[2]
+
+    def gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values as dense tensors over the padded positions.
+
+        Returns:
+            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies. Padding, and what a sliding
+            window has released, is 0.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("gather has a data-dependent shape: call it outside of the compiled graph")
+        rows, lengths = self._rows, self._mirror()
+        if rows is None:
+            raise RuntimeError(f"layer {layer} must be written before it is gathered")
+        table = rows.block_table[self._places[layer].group]
+        key, value = ops.gather_blocks(*self.caches(layer), table, rows.seq_lens, lengths.seen)
+        if lengths.gapless:
+            return key, value
+        back = torch.argsort(right_align(lengths.stored()), dim=1).to(key.device)[:, None, :, None]
+        return key.gather(2, back.expand(key.shape)), value.gather(2, back.expand(value.shape))
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def reorder(self, source_rows: Tensor) -> None:
+        """Row i becomes row ``source_rows[i]``: tables and reference counts move, no keys or values.
+
+        Args:
+            source_rows: integers ``[n]``; n may differ from the number of rows (repeat, select).
+        """
+        if self._rows is None:
+            return
+        rows, lengths, pool = self._rows, self._mirror(), self.pool
+        source = source_rows.to(device=rows.seq_lens.device, dtype=torch.int64)
+        pool.shared = True
+        if source.shape[0] == rows.num_seqs:
+            pool.fork(rows.block_table, rows.seq_lens, source, torch.arange(rows.num_seqs, device=source.device))
+        else:
+            self._hold(rows.forked(source, pool))
+            free_rows(pool, rows)
+        if not lengths.alike or source.shape[0] != len(lengths.lens):
+            lengths.select(source.tolist())
+
+    def fork(self) -> PagedKVCache:
+        """A cache with the same sequences that shares every block; what either writes later is its own."""
+        fork = self._blank()
+        fork._shapes = dict(self._shapes)
+        fork._places = list(self._places)
+        fork._lengths = self._mirror().copy()
+        if self._rows is not None:
+            self.pool.shared = True
+            fork._hold(self._rows.forked(torch.arange(self.num_seqs, device=self._rows.seq_lens.device), self.pool))
+        return fork
+
+    def truncate(self, length: int) -> None:
+        """Forget the positions from ``length`` on; blocks wholly past them go back to the pool.
+
+        Raises:
+            ValueError: a sliding window has released blocks that the shorter rows would need.
+        """
+        self._cropped = True
+        lengths, rows = self._mirror(), self._rows
+        if rows is None or length >= lengths.seen:
+            return
+        lengths.crop(max(0, length))
+        new_lens = torch.tensor(lengths.lens, dtype=torch.int32, device=rows.seq_lens.device)
+        self.pool.free(rows.block_table, rows.seq_lens, new_lens)
+        rows.seen.fill_(lengths.seen)
+
+    def reset(self) -> None:
+        """Give every block back. The pool keeps its memory; :meth:`release` drops that too."""
+        if self._rows is not None:
+            free_rows(self.pool, self._rows)
+            self._rows.seen.zero_()
+        self._lengths = Lengths.of(self.num_seqs)
+        self._mirror_stale = False
+        self._end_steps()
+
+    def release(self) -> None:
+        """Give every block back and let go of the pool: its memory is freed unless another cache shares it."""
+        self.reset()
+        self._hold(None)
+        self._pool = None
+        self._lengths = Lengths.of(0)
+        self._shapes.clear()
+        self._views.clear()
+
+    def is_written(self, layer: int) -> bool:
+        """Whether a layer was ever written."""
+        return layer in self._shapes
+
+    @property
+    def keeps_past(self) -> bool:
+        """Whether sliding windows hold on to what leaves them."""
+        return self._keeping_past
+
+    def keep_past(self, keep: bool = True) -> None:
+        """Whether sliding windows hold on to what leaves them until the next :meth:`truncate` (speculative decoding)."""
+        self._keeping_past = keep
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        fork = self.fork()
+        memo[id(self)] = fork
+        return fork
+
+    # ---- within ---------------------------------------------------------------------------------------------------
+
+    def _blank(self) -> PagedKVCache:
+        """An empty cache like this one, on the same pool."""
+        pool = self._pool
+        return PagedKVCache(
+            self._windows, block_size=self.block_size, dtype=self.dtype, pool=pool, **({} if pool else self._size)
+        )
+
+    def _set_windows(self, windows: Sequence[int | None] | None) -> None:
+        self._windows = windows
+        self._places: list[LayerPlace]
+        self._places, self._group_windows = place_layers(windows) if windows else ([], [None])
+        self._sliding = any(window is not None for window in self._group_windows)
+
+    def _end_steps(self) -> None:
+        self._step: Step | None = None
+        self._padding: Padding | None = None
+        self._keeping_past = False
+        self._cropped = False
+
+    def _hold(self, rows: Rows | None) -> None:
+        """Take rows, and see to it that their blocks go back when this cache is dropped."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+        self._rows = rows
+        if rows is not None:
+            self._finalizer = weakref.finalize(self, free_rows, self.pool, rows)
+            self._finalizer.atexit = False
+
+    def _mirror(self) -> Lengths:
+        """The lengths as the host knows them; read from the tensors after steps that ran inside a compiled graph."""
+        if self._mirror_stale and self._rows is not None:
+            self._mirror_stale = False
+            lens = self._rows.seq_lens.tolist()
+            floor = list(lens) if self._sliding else self._lengths.floor
+            self._lengths = Lengths(lens, int(self._rows.seen), floor, self._lengths.segments)
+        return self._lengths
+
+    def _add_layer(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """First write of a layer: its place, its shape, its memory."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError(f"layer {layer} must be written once outside of a compiled graph (an eager prefill) first")
+        if self._windows is None:
+            self._places += [LayerPlace(0, lane, None) for lane in range(len(self._places), layer + 1)]
+        place, shape = self._places[layer], LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        if self._pool is None:
+            self._pool = self._new_pool(key, shape)
+        if self._pool.device != key.device:
+            raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
+        self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
+        self._shapes[layer] = shape
+
+    def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
+        num_groups = len(self._group_windows)
+        if not self._size:
+            columns = -(-key.shape[2] // self.block_size) + 1
+            return KVPool(key.shape[0] * num_groups * columns, self.block_size, key.device, growable=True)
+        num_lanes = max(place.lane for place in self._places) + 1
+        block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
+        num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
+        if "num_tokens" in self._size:
+            num_blocks *= num_groups  # a sequence takes blocks in every group
+        return KVPool(num_blocks, self.block_size, key.device, growable=False)
+
+    def _begin_step(self, key: Tensor) -> None:
+        num_seqs, _, length, _ = key.shape
+        padding, self._padding, self._step = self._padding, None, None
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            self._mirror_stale = self.pool.bound_stale = True
+            enough = True
+        else:
+            enough = self._make_room(num_seqs, length, padding)
+        rows, pool = self._rows, self.pool
+        assert rows is not None
+        releasing = not self._keeping_past or self._cropped
+        cu_seqlens_q = torch.arange(0, (num_seqs + 1) * length, length, dtype=torch.int32, device=key.device)
+        slot_mapping, block_mapping = pool.allocate(
+            rows.block_table,
+            rows.seq_lens,
+            cu_seqlens_q,
+            num_seqs * length,
+            num_new=None if padding is None else padding.num_new,
+            retain=rows.retain if releasing else None,
+        )
+        if not enough:
+            pool.raise_if_exhausted()
+        if compiling or pool.shared:
+            ops.copy_blocks(pool.lanes(), [], block_mapping)
+        rows.seen.add_(length)
+        if not compiling:
+            if releasing and self._sliding:
+                self._lengths.floor = list(self._lengths.lens)
+            self._cropped = False
+            self._lengths.advance(length, None if padding is None else padding.real)
+        self._step = Step(num_seqs, length, slot_mapping, cu_seqlens_q, None if padding is None else padding.order)
+
+    def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
+        """Rows, table width and free blocks for an eager step; False if blocks may be lacking."""
+        if self.num_seqs != num_seqs:
+            if self.seen:
+                raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")
+            self._hold(Rows(num_seqs, 1, self._group_windows, self.pool.device))
+            self._lengths = Lengths.of(num_seqs)
+        rows, pool = self._rows, self.pool
+        assert rows is not None
+        counts = [length] * num_seqs if padding is None or padding.real is None else padding.real.sum(1).tolist()
+        wanted, widest = self._mirror().blocks(counts, self.block_size, pool.shared)
+        width = rows.block_table.shape[2]
+        if widest > width:
+            # A pool of given size is never outgrown by the widest table it can fill.
+            rows.widen(max(widest, 2 * width if pool.growable else pool.num_blocks // len(self._group_windows)))
+        return pool.make_room(wanted * len(self._group_windows))
+
+    def _check_history(self, mask: Tensor, length: int) -> None:
+        lengths = self._mirror()
+        if mask.shape[1] != lengths.seen + length:
+            raise ValueError(f"mask must have {lengths.seen} + {length} positions, got {mask.shape[1]}")
+        if lengths.seen and mask[:, :-length].sum(1).tolist() != lengths.lens:
+            raise ValueError(
+                "mask must keep the padding of earlier steps: the rows hold "
+                f"{lengths.lens} tokens, got {mask[:, :-length].sum(1).tolist()}"
+            )
+
+    def _packed_mask(self, mask: Tensor, step: Step) -> Tensor:
+        """``[num_seqs or 1, num_heads or 1, length, seen]`` -> ``[num_tokens, num_heads or 1, seen]``, columns of real
+        tokens at the right."""
+        mask = mask.expand(step.num_seqs, -1, step.length, -1)
+        if step.order is not None:
+            mask = mask.gather(2, step.order[:, None, :, None].expand(mask.shape))
+        if not torch.compiler.is_compiling():
+            mask = self._aligned_columns(mask)
+        if mask.dtype != torch.bool:
+            mask = mask.float()
+        return mask.transpose(1, 2).flatten(0, 1)
+
+    def _aligned_columns(self, mask: Tensor) -> Tensor:
+        lengths = self._mirror()
+        if mask.shape[3] != lengths.seen:
+            raise ValueError(f"mask must have a column for each of the {lengths.seen} positions, got {mask.shape[3]}")
+        if lengths.gapless:
+            return mask
+        columns = right_align(lengths.stored()).to(mask.device)
+        return mask.gather(3, columns[:, None, None, :].expand(mask.shape))
+
+
+def _packed(states: Tensor, order: Tensor | None) -> Tensor:
+    """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
+    if order is not None:
+        states = states.gather(2, order[:, None, :, None].expand(states.shape))
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _check_arguments(
+    size: dict[str, Any],
+    block_size: int,
+    dtype: torch.dtype | None,
+    windows: Sequence[int | None] | None,
+    pool: KVPool | None,
+) -> None:
+    if len(size) + (pool is not None) > 1:
+        raise ValueError(f"at most one of num_blocks, num_tokens, bytes, fraction and pool must be given, got {size}")
+    for name, value in size.items():
+        if value <= 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+    if size.keys() & {"bytes", "fraction"} and windows is None:
+        raise ValueError("bytes and fraction must come with the model's config, which tells how many layers there are")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if dtype is not None and dtype not in CACHE_DTYPES:
+        raise ValueError(f"dtype must be one of {CACHE_DTYPES}, got {dtype}")
+    for window in windows or ():
+        if window is not None and window < 1:
+            raise ValueError(f"windows must be positive or None, got {window}")

@@ -1,0 +1,469 @@
+"""PagedKVCache for Transformers (4.57 and newer): goes wherever a ``DynamicCache`` goes, on an untouched model.
+
+How attention finds the cache: ``update`` stores the new keys and values and returns them with a handle on the key
+tensor. Every attention function that a model looks up is given out behind :func:`_attend`, which takes the paged path if
+the key carries a handle and otherwise calls the function with the same arguments. Likewise every mask function is
+behind :func:`_make_mask`, which steps in only right after a paged cache was asked for its mask sizes. So ordinary
+forwards, other caches and training see the functions they always saw.
+
+Models that touch keys and values between ``update`` and attention, or attend without looking up a function, get
+gathered keys and values instead (:data:`GATHERED_MODELS`, or ``mode="gather"``). A model of that kind that is not known
+here is refused at its second layer rather than answered wrongly.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, masking_utils, modeling_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from torch_paged_kv import cache as core
+from torch_paged_kv.cache import Step
+from torch_paged_kv.storage import KVPool
+
+MAJOR = int(transformers.__version__.split(".")[0])
+
+# Model types whose attention does not go from `update` straight to a looked-up attention function.
+GATHERED_MODELS = frozenset(
+    # attend on their own
+    "autoformer bark big_bird bigbird_pegasus blip blip_text_model bloom clvp clvp_decoder cpmant falcon flaubert fsmt "
+    "git gpt_neo gpt_neox_japanese imagegpt informer led megatron-bert mpt mvp prophetnet reformer rembert roformer "
+    "speecht5 tapas trocr unlimited_ocr xglm xlm "
+    # compute with the whole key or value history first
+    "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots3_note glm4_moe_lite glm_moe_dsa "
+    "hy_v4 idefics inkling jetmoe kimi_linear longcat_flash longt5 minicpm3 minimax_m3_vl mistral4 moonshine mt5 "
+    "pix2struct pix2struct_text_model pop2piano switch_transformers t5 t5gemma2 udop umt5 youtu".split()
+)
+
+_counts = {"direct": 0, "gathered": 0}
+
+
+def path_counts() -> dict[str, int]:
+    """How often eager attention went through the block table (``direct``) and keys were copied out (``gathered``)."""
+    return dict(_counts)
+
+
+def _count(path: str) -> None:
+    if not torch.compiler.is_compiling():
+        _counts[path] += 1
+
+
+@dataclass
+class Handle:
+    """What the key tensor returned by ``update`` carries."""
+
+    layer: PagedLayer
+    step: Step
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a :class:`PagedKVCache` as Transformers sees it; the cache does the work for all of them."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: PagedKVCache, index: int, window: int | None) -> None:
+        self.owner = owner
+        self.index = index  # among the paged layers
+        self.window = window
+        self.is_sliding = window is not None
+        if window is not None:
+            self.sliding_window = window
+            self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer was written."""
+        return self.owner.is_written(self.index)
+
+    @property
+    def record_past(self) -> bool:
+        """Whether blocks behind the window are kept until the next crop."""
+        return self.owner.keeps_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.owner.keep_past(value)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Gathered keys ``[num_seqs, num_kv_heads, seen, head_size]``, a copy; None before the first update."""
+        return self.owner.gather(self.index)[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """Gathered values ``[num_seqs, num_kv_heads, seen, head_size_v]``, a copy; None before the first update."""
+        return self.owner.gather(self.index)[1] if self.is_initialized else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Nothing: the first update does it."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; return what the model's attention shall be given."""
+        return self.owner.update_layer(self, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Number of key positions with the coming ones, and the first of them."""
+        return self.owner.mask_sizes(query_length)
+
+    def get_seq_length(self, cache_position: Tensor | None = None) -> int:
+        """Positions seen so far, padding included; inside a compiled graph a 0-dim tensor."""
+        return self.owner.seen_by(self.index)
+
+    def get_max_length(self) -> int:
+        """-1: a layer has no maximum of its own, the pool has."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def offload(self) -> None:
+        """Refused."""
+        raise NotImplementedError("PagedKVCache does not offload layers")
+
+    prefetch = offload
+
+
+class PagedKVCache(core.PagedKVCache, DynamicCache):
+    """A paged KV cache that ``generate(past_key_values=...)`` takes wherever it takes a ``DynamicCache``.
+
+    Args:
+        config: the model's config; tells which layers slide and which are not attention. None: taken from the model when
+            it builds its first mask; models that build none count as full attention throughout.
+        block_size: tokens in a block, >= 1.
+        num_blocks: size of the pool in blocks. At most one size may be given; none: the pool grows on demand. A given
+            size never grows, and running out raises :class:`OutOfBlocksError`.
+        num_tokens: size of the pool in tokens of one sequence.
+        bytes: size of the pool in bytes (needs ``config``).
+        fraction: size of the pool as a share of the memory that is free at the first update (needs ``config``).
+        dtype: of the stored keys and values (float32, float16, bfloat16). None: that of the first key.
+        pool: the pool of another cache of the same model, to share its blocks.
+        mode: "auto" takes the direct path where the model can; "direct" and "gather" choose.
+
+    Padding takes no slot: a left-padded row holds its real tokens only. ``copy.deepcopy`` is a fork that shares blocks.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        num_tokens: int | None = None,
+        bytes: int | None = None,
+        fraction: float | None = None,
+        dtype: torch.dtype | None = None,
+        pool: KVPool | None = None,
+        mode: str = "auto",
+    ) -> None:
+        if mode not in ("auto", "direct", "gather"):
+            raise ValueError(f'mode must be "auto", "direct" or "gather", got {mode!r}')
+        layers = [] if config is None else self._layers_of(config)
+        windows = [layer.window for layer in layers if isinstance(layer, PagedLayer)]
+        core.PagedKVCache.__init__(
+            self,
+            None if config is None else windows,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+            bytes=bytes,
+            fraction=fraction,
+            dtype=dtype,
+            pool=pool,
+        )
+        transformers.Cache.__init__(self, layers=layers)
+        self._mode = mode
+        self._direct = mode != "gather"
+        self._pending: PagedLayer | None = None  # wrote, and has not attended yet
+        self._config: Any = None
+        if config is not None:
+            self._take_config(config)
+
+    # ---- what models call -----------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values of a layer.
+
+        Args:
+            key_states: ``[num_seqs, num_kv_heads, length, head_size]``.
+            value_states: ``[num_seqs, num_kv_heads, length, head_size_v]``.
+            layer_idx: index of the layer in the model.
+
+        Returns:
+            What the layer's attention function takes: the new ones with a handle on the key, or gathered ones.
+        """
+        while self._windows is None and len(self.layers) <= layer_idx:
+            self.layers.append(PagedLayer(self, len(self.layers), None))
+        return DynamicCache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_layer(self, layer: PagedLayer, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`update` for a paged layer."""
+        self._check_pending(layer)
+        step = self.write(layer.index, key_states, value_states)
+        if not self._direct:
+            _count("gathered")
+            return self.gather(layer.index)
+        self._pending = layer
+        key = key_states.view_as(key_states)  # an object of its own to carry the handle
+        key._paged_kv = Handle(layer, step)  # type: ignore[attr-defined]
+        return key, value_states
+
+    def attention(
+        self,
+        handle: Handle,
+        module: torch.nn.Module,
+        query: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of a layer over its blocks, with the arguments Transformers gives an attention function.
+
+        Returns:
+            ``[num_seqs, length, num_heads, head_size_v]``, and None for the weights.
+        """
+        if dropout:
+            raise ValueError(f"dropout must be 0 with a PagedKVCache, got {dropout}: call model.eval()")
+        if position_bias is not None:
+            raise ValueError('position_bias must be None on the direct path: use PagedKVCache(config, mode="gather")')
+        self._pending = None
+        _count("direct")
+        layer = handle.layer
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        out = self.attend(
+            handle.step,
+            layer.index,
+            query,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            causal=causal,
+            window=sliding_window if self._config is None else layer.window,
+            softcap=softcap or 0.0,
+            sinks=sinks if s_aux is None else s_aux,
+            mask=attention_mask,
+        )
+        return out, None
+
+    def mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Number of key positions with the coming ones, and the first of them. The mask function is called next."""
+        length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        if self._direct:
+            _mask_owner[0] = self
+        # A compiled graph has no number of positions that would stay true, and the direct path needs none.
+        return (length if torch.compiler.is_compiling() else self.seen + length), 0
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        """Number of key positions with the coming ones, and the first of them."""
+        if layer_idx >= len(self.layers):
+            return self.mask_sizes(query_length)
+        sizes: tuple[int, int] = DynamicCache.get_mask_sizes(self, query_length, layer_idx)
+        return sizes
+
+    def make_mask(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The mask of the coming forward: None where causality, window and padding say it all, else a dense one.
+
+        Args:
+            original: the mask function of the model's attention implementation.
+            arguments: what it was called with.
+        """
+        self._take_config(arguments.get("config"))
+        if not self._direct:
+            return original(**arguments)
+        length = arguments["q_length"] if "q_length" in arguments else arguments["cache_position"].shape[0]
+        self.pad(arguments.get("attention_mask"), length)
+        if _is_plain(arguments, length):
+            return None
+        return _sdpa_mask(**(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+
+    def seen_by(self, index: int) -> int:
+        """Positions a paged layer has seen: those of the running step only once it has written them."""
+        compiling = torch.compiler.is_compiling()
+        seen: Any = self._rows.seen if compiling and self._rows is not None else self.seen
+        if index > 0 and self._step is not None and index > self._step.written:
+            return seen - self._step.length
+        return seen
+
+    # ---- what generate calls --------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes row ``beam_idx[i]`` (beam search)."""
+        self.reorder(beam_idx)
+        for layer in self._other_layers():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes ``repeats`` rows that share its blocks."""
+        self.reorder(torch.arange(self.num_seqs).repeat_interleave(repeats))
+        for layer in self._other_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``: integers or a bool mask over the rows."""
+        self.reorder(torch.arange(self.num_seqs, device=indices.device)[indices])
+        for layer in self._other_layers():
+            layer.batch_select_indices(indices)
+
+    def crop(self, tokens: int | Tensor) -> None:
+        """Shorten every row: a negative number removes that many positions, a positive one is the new length.
+
+        0 removes nothing, or everything before Transformers 5, as there.
+        """
+        tokens = int(tokens)
+        relative = tokens < 0 or (tokens == 0 and MAJOR >= 5)
+        self.truncate(max(0, self.seen + tokens) if relative else tokens)
+        for layer in self._other_layers():
+            layer.crop(tokens)
+
+    def activate_past_recording(self) -> None:
+        """Keep what leaves a sliding window until the next crop."""
+        self.keep_past()
+        for layer in self._other_layers():
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def reset(self) -> None:
+        """Give every block back; the pool keeps its memory."""
+        core.PagedKVCache.reset(self)
+        self._pending = None
+        for layer in self._other_layers():
+            layer.reset()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(block_size={self.block_size}, num_layers={len(self.layers)})"
+
+    # ---- within ---------------------------------------------------------------------------------------------------
+
+    def _blank(self) -> PagedKVCache:
+        size = self._size if self._pool is None else {}
+        blank = PagedKVCache(
+            self._config, block_size=self.block_size, dtype=self.dtype, pool=self._pool, mode=self._mode, **size
+        )
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, PagedLayer):
+                blank.layers[index] = copy.deepcopy(layer)
+            elif index >= len(blank.layers):
+                blank.layers.append(PagedLayer(blank, layer.index, layer.window))
+        return blank
+
+    def _layers_of(self, config: Any) -> list[Any]:
+        """The layers Transformers would make for a ``DynamicCache``, with the attention ones replaced by paged ones."""
+        layers: list[Any] = []
+        paged = 0
+        for layer in DynamicCache(config=config).layers:
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+                layer = PagedLayer(self, paged, getattr(layer, "sliding_window", None))
+                paged += 1
+            layers.append(layer)
+        return layers
+
+    def _take_config(self, config: Any) -> None:
+        """Learn from the config what can be known: kinds of layers, unless some exist, and the path to take."""
+        if config is None or self._config is not None:
+            return
+        if not self.layers:
+            layers = self._layers_of(config)
+            self.layers.extend(layers)
+            if layers:
+                self._set_windows([layer.window for layer in layers if isinstance(layer, PagedLayer)])
+        self._config = config
+        if self._mode == "auto":
+            self._direct = not _needs_gather(config)
+
+    def _other_layers(self) -> Iterable[Any]:
+        return (layer for layer in self.layers if not isinstance(layer, PagedLayer))
+
+    def _check_pending(self, layer: PagedLayer) -> None:
+        """Whether the last layer that wrote has attended. One left over from a forward that failed is forgotten."""
+        pending, self._pending = self._pending, None
+        if pending is None or (layer.index == 0 and pending.index != len(self._places) - 1):
+            return
+        raise RuntimeError(
+            f"layer {pending.index} must attend to what it wrote through Transformers' attention interface, and did not: "
+            'this model needs PagedKVCache(config, mode="gather")'
+        )
+
+
+def _needs_gather(config: Any) -> bool:
+    text_config = config.get_text_config(decoder=True)
+    if not hasattr(modeling_utils.AttentionInterface, "get_interface") and text_config._attn_implementation == "eager":
+        return True  # before Transformers 5 eager attention is not looked up
+    return bool(GATHERED_MODELS & {config.model_type, text_config.model_type})
+
+
+# ---- the two seams ------------------------------------------------------------------------------------------------
+
+_mask_owner: list[PagedKVCache | None] = [None]  # asked for mask sizes last; the mask function is called right after
+
+
+def _make_mask(original: Callable[..., Any], **arguments: Any) -> Any:
+    owner, _mask_owner[0] = _mask_owner[0], None
+    if owner is None:
+        return original(**arguments)
+    return owner.make_mask(original, arguments)
+
+
+def _attend(
+    original: Callable[..., Any],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    handle: Handle | None = getattr(key, "_paged_kv", None)
+    if handle is None:
+        return original(module, query, key, value, attention_mask, **kwargs)
+    return handle.layer.owner.attention(handle, module, query, attention_mask, **kwargs)
+
+
+def _is_plain(arguments: dict[str, Any], length: int) -> bool:
+    """Whether a mask is causal, perhaps within a window, and nothing else."""
+    if torch.compiler.is_compiling():  # closures cannot be looked into while tracing
+        chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
+        chunked = chunk is not None and arguments.get("local_size") == chunk
+        return not chunked and not arguments.get("use_vmap") and (arguments.get("allow_is_causal_skip") or length == 1)
+    causal = masking_utils.causal_mask_function
+    function = arguments.get("mask_function", causal)
+    if function is causal:
+        return True
+    if not function.__qualname__.startswith("and_masks.<locals>"):
+        return False
+    parts = function.__closure__[0].cell_contents
+    return all(part is causal or part.__qualname__.startswith("sliding_window_overlay.<locals>") for part in parts)
+
+
+def _give_out_behind(interface: type, name: str) -> None:
+    """Make a look-up method of the attention interface give its functions out behind :func:`_attend`."""
+    look_up = getattr(interface, name)
+
+    @functools.wraps(look_up)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return functools.partial(_attend, look_up(self, *args, **kwargs))
+
+    setattr(interface, name, wrapped)
+
+
+_sdpa_mask = masking_utils.AttentionMaskInterface._global_mapping["sdpa"]
+for _name, _function in masking_utils.AttentionMaskInterface._global_mapping.items():
+    masking_utils.AttentionMaskInterface._global_mapping[_name] = functools.partial(_make_mask, _function)
+_give_out_behind(
+    modeling_utils.AttentionInterface,
+    "get_interface" if hasattr(modeling_utils.AttentionInterface, "get_interface") else "__getitem__",
+)

@@ -1,0 +1,537 @@
+"""Typed wrapper per op of `torch.ops.paged_kv`, with the fake that lets torch.compile and torch.export trace it.
+
+A wrapper has its schema's names, order and defaults (`csrc/ops.h`, where each is typed once) and adds what a C++ kernel
+cannot do: it refuses tensors that require grad, casts small per-head vectors to float32, and turns the allocator's
+"out of blocks" into `OutOfBlocksError`. Everything else, argument checks included, is the op's own.
+
+Words used throughout: a *block* is `block_size` consecutive token positions of one sequence; a *slot* is one token
+position in the pool, `block * block_size + offset`; -1 is "no block" in a table and "write nothing" in a slot mapping.
+Lengths count tokens. Index tensors are int32 except slots and block pairs, which are int64.
+
+Errors: ValueError or TypeError "<argument> must <rule>, got <value>" before anything is written. With `PAGED_KV_DEBUG=1`
+in the environment the contents of index tensors are checked too; without it they are taken as they are, and whatever they
+hold, no memory outside the caches is touched.
+
+Autocast does not reach into an op: a key or value is cast to the cache's dtype when it is stored, and attention is computed
+in the query's dtype with float32 accumulation.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from ._library import load_libraries
+from .errors import OutOfBlocksError
+
+__all__ = [
+    "allocate",
+    "copy_blocks",
+    "fork",
+    "free",
+    "gather_blocks",
+    "merge_attention_states",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "reshape_and_cache",
+    "swap_blocks",
+]
+
+load_libraries()
+
+# The overloads themselves: calling one skips the overload resolution of `torch.ops.paged_kv.<name>`.
+_allocate = torch.ops.paged_kv.allocate.default
+_copy_blocks = torch.ops.paged_kv.copy_blocks.default
+_fork = torch.ops.paged_kv.fork.default
+_free = torch.ops.paged_kv.free.default
+_gather_blocks = torch.ops.paged_kv.gather_blocks.default
+_merge_attention_states = torch.ops.paged_kv.merge_attention_states.default
+_paged_attention = torch.ops.paged_kv.paged_attention.default
+_paged_attention_with_lse = torch.ops.paged_kv.paged_attention_with_lse.default
+_reshape_and_cache = torch.ops.paged_kv.reshape_and_cache.default
+_swap_blocks = torch.ops.paged_kv.swap_blocks.default
+
+
+def _refuse_grad(**tensors: Tensor | None) -> None:
+    """The ops have no backward: without this a tensor that requires grad would be cut from the graph without a word."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name} must not require grad: torch_paged_kv ops are for inference; wrap the call in torch.no_grad()"
+            )
+
+
+def _float32(vector: Tensor | None) -> Tensor | None:
+    return vector if vector is None or vector.dtype == torch.float32 else vector.float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Allocator
+
+
+def allocate(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    free_ring: Tensor,
+    ref_counts: Tensor,
+    counters: Tensor,
+    cu_seqlens_q: Tensor,
+    num_tokens: int,
+    block_size: int,
+    *,
+    num_new: Tensor | None = None,
+    retain: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Give every sequence the blocks its next tokens need, and every new token its slot.
+
+    Per group of layers, in this order: blocks wholly behind what `retain` keeps are released; a last block that others
+    hold too is replaced before it is written (copy-on-write: copy the returned pairs with `copy_blocks` before
+    `reshape_and_cache`); new blocks are taken, longest-released first. All or nothing over all groups and rows. State is
+    in the tensors alone, so the call works in a compiled graph and in a CUDA graph.
+
+    Args:
+        block_table: int32 [num_groups, num_seqs, max_blocks], or [num_seqs, max_blocks] for one group. Written.
+        seq_lens: int32 [num_seqs], tokens held; grows by the new tokens. Shared by the groups. Written.
+        free_ring: int32 [num_blocks], numbers of free blocks; position p of the queue is at `p % num_blocks`. Written.
+        ref_counts: int32 [num_blocks], table entries that hold each block. Written.
+        counters: int64 [4]: ring head, ring tail, failed allocations, blocks wanted by the first of them. Written.
+        cu_seqlens_q: int32 [num_seqs + 1], prefix sum: row s owns tokens `cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1`.
+        num_tokens: tokens in the batch, padding included.
+        block_size: tokens a block holds.
+        num_new: int32 [num_seqs], tokens each row gets, right-aligned in its span. None: the whole span.
+        retain: int32 [num_groups], tokens before this step that stay readable; -1 or None: all. A sliding window of W
+            keys needs W - 1.
+
+    Returns:
+        slot_mapping: int64 [num_groups, num_tokens] ([num_tokens] for a two-dimensional table), -1 for padding.
+        block_mapping: int64 [num_groups * num_seqs, 2], (source, destination) of each block to copy, else (-1, -1).
+
+    Raises:
+        OutOfBlocksError: on CPU, when fewer blocks are free than wanted; nothing has changed. On CUDA nothing is raised:
+            `counters` records the failure, no table, length or count changes, and all slots are -1.
+        ValueError: a row needs more columns than `block_table` has.
+
+    Source: block tables and copy-on-write after Kwon et al., "Efficient Memory Management for Large Language Model Serving
+    with PagedAttention", SOSP 2023, section 4.
+    """
+    if torch.compiler.is_compiling():
+        return _allocate(  # type: ignore[no-any-return]
+            block_table, seq_lens, free_ring, ref_counts, counters, cu_seqlens_q, num_tokens, block_size,
+            num_new=num_new, retain=retain,
+        )  # fmt: skip
+    try:
+        return _allocate(  # type: ignore[no-any-return]
+            block_table, seq_lens, free_ring, ref_counts, counters, cu_seqlens_q, num_tokens, block_size,
+            num_new=num_new, retain=retain,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise _out_of_blocks(error) from None
+
+
+def _out_of_blocks(error: RuntimeError) -> RuntimeError:
+    """The typed error for the op's "out of blocks: wanted W, free F"; any other error as it is."""
+    numbers = re.search(r"out of blocks: wanted (\d+), free (\d+)", str(error))
+    if numbers is None or isinstance(error, OutOfBlocksError):
+        return error
+    return OutOfBlocksError(int(numbers[1]), int(numbers[2]))
+
+
+def free(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    free_ring: Tensor,
+    ref_counts: Tensor,
+    counters: Tensor,
+    new_lens: Tensor,
+    block_size: int,
+) -> None:
+    """Shorten sequences, and give back the blocks that nobody holds any more.
+
+    Blocks wholly past the new length leave the table, tail first, so that a prefix outlives its tail in the free queue. A
+    block the new length lies in stays, shared or not: the next `allocate` copies it if it has to be written.
+
+    Args:
+        block_table: int32 [num_groups, num_seqs, max_blocks], or [num_seqs, max_blocks] for one group. Written.
+        seq_lens: int32 [num_seqs]. Written.
+        free_ring: int32 [num_blocks]. Written.
+        ref_counts: int32 [num_blocks]. Written.
+        counters: int64 [4]. Written.
+        new_lens: int32 [num_seqs], length to keep of each row: 0 frees it whole, its length or more changes nothing.
+        block_size: tokens a block holds.
+
+    Raises:
+        ValueError: on CPU, when a length is negative (on CUDA such a row does not change).
+    """
+    _free(block_table, seq_lens, free_ring, ref_counts, counters, new_lens, block_size)
+
+
+def fork(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    free_ring: Tensor,
+    ref_counts: Tensor,
+    counters: Tensor,
+    source_rows: Tensor,
+    destination_rows: Tensor,
+    block_size: int,
+) -> None:
+    """Make rows share the blocks of other rows: beam reorder, parallel sampling, reuse of a prompt.
+
+    A copy of table rows and reference counts; no key or value moves. All sources are read before a row is written, so any
+    permutation is one call. What the destinations held before is given back.
+
+    Args:
+        block_table: int32 [num_groups, num_seqs, max_blocks], or [num_seqs, max_blocks] for one group. Written.
+        seq_lens: int32 [num_seqs]. Written.
+        free_ring: int32 [num_blocks]. Written.
+        ref_counts: int32 [num_blocks]. Written.
+        counters: int64 [4]. Written.
+        source_rows: int64 [n], row each destination becomes a copy of.
+        destination_rows: int64 [n], no row twice.
+        block_size: tokens a block holds.
+
+    Raises:
+        ValueError: on CPU, when a row is outside 0 .. num_seqs - 1 or a destination is named twice.
+    """
+    _fork(block_table, seq_lens, free_ring, ref_counts, counters, source_rows, destination_rows, block_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data movement
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots, casting or quantising on the way.
+
+    A stored number is `round_to_nearest_even(x / scale)`, saturated to the range of an 8-bit cache: NaN stays NaN in
+    float8 and becomes 0 in int8. A scale is one number, one per head, or one per slot and head; the last is written here,
+    as the row's absolute maximum over the dtype's largest value (448, 57344, 127). No scale equals 1.0, bit for bit.
+
+    Args:
+        key: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; last dim contiguous.
+        value: [num_tokens, num_kv_heads, head_size_v]. Of another dtype than `key` (autocast): both are promoted.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_size], any strides, last dim contiguous; a float dtype or
+            float8_e4m3fn, float8_e5m2, int8. Written.
+        value_cache: [num_blocks, block_size, num_kv_heads, head_size_v]. Written.
+        slot_mapping: int64 [num_tokens]; a slot outside 0 .. num_blocks * block_size - 1 writes nothing.
+        key_scale: float32 [], [1], [num_kv_heads] or [num_blocks, block_size, num_kv_heads] (written).
+        value_scale: likewise.
+
+    Raises:
+        ValueError: key or value requires grad while grad mode is on; a shape, dtype or device does not fit.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    if key.dtype != value.dtype:  # a promotion loses nothing: the cast to the cache's dtype comes once, at the end
+        dtype = torch.promote_types(key.dtype, value.dtype)
+        key, value = key.to(dtype), value.to(dtype)
+    _reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+
+
+def copy_blocks(key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    """Copy whole blocks inside the caches of all layers, in one launch.
+
+    Every read happens before any write, so pairs may chain: (1, 2), (2, 3) puts the old block 2 into 3.
+
+    Args:
+        key_caches: one [num_blocks, ...] tensor per layer. Any tensors with blocks in front will do, whole storages and
+            per-slot scales included. Written.
+        value_caches: likewise, of any number. Written.
+        block_mapping: int64 [num_pairs, 2], (source, destination); a pair with a number outside 0 .. num_blocks - 1
+            is skipped. No destination twice.
+    """
+    _copy_blocks(list(key_caches), list(value_caches), block_mapping)
+
+
+def swap_blocks(
+    source_caches: Sequence[Tensor], destination_caches: Sequence[Tensor], block_mapping: Tensor
+) -> None:
+    """Copy blocks from one list of caches to another: between GPU and pinned host memory, or between two pools.
+
+    Between devices the copy is asynchronous and ordered on the current stream of the GPU; host memory must be pinned and
+    stay untouched until the stream has passed.
+
+    Args:
+        source_caches: one [num_blocks, ...] tensor per layer.
+        destination_caches: as many, with blocks of the same shape and dtype. Written.
+        block_mapping: int64 [num_pairs, 2], (source, destination), on the CPU when one side is; a pair with a number
+            out of range is skipped.
+    """
+    _swap_blocks(list(source_caches), list(destination_caches), block_mapping)
+
+
+def gather_blocks(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_len: int,
+    *,
+    dtype: torch.dtype | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Dense keys and values of every sequence, for models that must see them, for saving and for tests.
+
+    Args:
+        key_cache: [num_blocks, block_size, num_kv_heads, head_size].
+        value_cache: [num_blocks, block_size, num_kv_heads, head_size_v].
+        block_table: int32 [num_seqs, max_blocks].
+        seq_lens: int32 [num_seqs].
+        max_len: columns of the result. A longer sequence gives its last `max_len` tokens.
+        dtype: of the result; None: the cache's, or float32 for an 8-bit cache.
+        key_scale, value_scale: as for `reshape_and_cache`; applied.
+
+    Returns:
+        key: [num_seqs, num_kv_heads, max_len, head_size], value: [..., head_size_v]. Right-aligned: the last token of a
+        row is at column max_len - 1. The rest, unmapped blocks included, is 0.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad(key_cache=key_cache, value_cache=value_cache)
+    return _gather_blocks(  # type: ignore[no-any-return]
+        key_cache, value_cache, block_table, seq_lens, max_len,
+        dtype=dtype, key_scale=key_scale, value_scale=value_scale,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    *,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    mask: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Attention of packed queries over each sequence's paged keys. Decode, chunked prefill and mixed batches alike.
+
+    Query i of row s stands at position `p = seq_lens[s] - q_len + i` (causal is aligned bottom-right) and sees key j if
+    `j <= p` (when causal) and `p - window_left <= j <= p + window_right` (each when >= 0) and its mask lets it. Order:
+    scale, softcap, ALiBi, mask, then the sink once. Padding on the left needs nothing special: those queries stand at
+    negative positions. A query that sees no key gives 0. Keys that no query of the row sees are never read.
+
+    Args:
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; last dim contiguous.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_size], any strides, last dim contiguous; its dtype need
+            not be the query's.
+        value_cache: [num_blocks, block_size, num_kv_heads, head_size_v].
+        block_table: int32 [num_seqs, max_blocks]; entries outside 0 .. num_blocks - 1 make their keys invisible, columns
+            past ceil(seq_len / block_size) are never read.
+        seq_lens: int32 [num_seqs], keys each sequence holds, this step's included.
+        cu_seqlens_q: int32 [num_seqs + 1], prefix sum of this step's query lengths. Tokens outside every span give 0.
+        max_seqlen_q: an upper bound of the query lengths; it shapes the schedule, not the result.
+        scale: factor of q.k, usually head_size ** -0.5.
+        causal: whether a query sees only keys up to its own position.
+        window_left: keys before its own position that a query sees, -1 for all. A window of W keys is W - 1.
+        window_right: keys after its own position, -1 for all.
+        softcap: score = softcap * tanh(score / softcap); 0 is off.
+        alibi_slopes: [num_heads]; adds slope * key position to the score.
+        sinks: [num_heads], one logit more in each head's softmax, without a value.
+        key_scale, value_scale: as for `reshape_and_cache`.
+        mask: [num_tokens, num_heads or 1, width], bool (True is visible) or float32 (added to the score). Columns are
+            aligned bottom-right: column c speaks of key seq_len - width + c; keys before the first are not masked.
+        deterministic: make a row's bits independent of its neighbours in the batch.
+
+    Returns:
+        [num_tokens, num_heads, head_size_v], contiguous, of the query's dtype.
+
+    Source: paged keys after Kwon et al. (SOSP 2023); one pass with an online softmax after Milakov and Gimelshein (2018)
+    and Dao et al., "FlashAttention" (2022); long rows split over the keys after "Flash-Decoding" (Dao et al., 2023).
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, mask=mask)
+    return _paged_attention(  # type: ignore[no-any-return]
+        query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
+        scale=scale, causal=causal, window_left=window_left, window_right=window_right, softcap=softcap,
+        alibi_slopes=_float32(alibi_slopes), sinks=_float32(sinks), key_scale=key_scale, value_scale=value_scale,
+        mask=mask, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def paged_attention_with_lse(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    *,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    mask: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`paged_attention` that also returns the log-sum-exp of the scores, for merging attention over parts of the keys.
+
+    Returns:
+        out: as `paged_attention`.
+        lse: float32 [num_tokens, num_heads], natural log, over the keys alone (after scale, softcap, ALiBi and mask); a
+        sink never enters it. -inf where no key is seen.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, mask=mask)
+    return _paged_attention_with_lse(  # type: ignore[no-any-return]
+        query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
+        scale=scale, causal=causal, window_left=window_left, window_right=window_right, softcap=softcap,
+        alibi_slopes=_float32(alibi_slopes), sinks=_float32(sinks), key_scale=key_scale, value_scale=value_scale,
+        mask=mask, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each: shared prefixes, context parallel.
+
+    Args:
+        out_a, out_b: [num_tokens, num_heads, head_size_v], contiguous, of one dtype.
+        lse_a, lse_b: float32 [num_tokens, num_heads], natural log. -inf is the empty set, whose out is ignored.
+        sinks: [num_heads]; to be given in the last merge alone, with none in the parts.
+
+    Returns:
+        out: [num_tokens, num_heads, head_size_v]; 0 where both parts are empty.
+        lse: float32 [num_tokens, num_heads] over the keys alone; -inf where both parts are empty.
+    """
+    if torch.is_grad_enabled():
+        _refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, sinks=sinks)
+    return _merge_attention_states(out_a, lse_a, out_b, lse_b, sinks=_float32(sinks))  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fakes: shapes, dtypes and devices of what an op returns. They see symbolic sizes.
+
+
+@torch.library.register_fake("paged_kv::allocate")
+def _allocate_fake(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    free_ring: Tensor,
+    ref_counts: Tensor,
+    counters: Tensor,
+    cu_seqlens_q: Tensor,
+    num_tokens: int,
+    block_size: int,
+    *,
+    num_new: Tensor | None = None,
+    retain: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    groups = block_table.shape[:-2]  # [num_groups] or []
+    num_pairs = block_table.shape[-2] if block_table.dim() == 2 else block_table.shape[0] * block_table.shape[1]
+    slot_mapping = block_table.new_empty((*groups, num_tokens), dtype=torch.int64)
+    return slot_mapping, block_table.new_empty((num_pairs, 2), dtype=torch.int64)
+
+
+@torch.library.register_fake("paged_kv::gather_blocks")
+def _gather_blocks_fake(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_len: int,
+    *,
+    dtype: torch.dtype | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if dtype is None:
+        dtype = torch.float32 if key_cache.dtype.itemsize == 1 else key_cache.dtype
+    shape = (block_table.shape[0], key_cache.shape[2], max_len)
+    return (
+        key_cache.new_empty((*shape, key_cache.shape[3]), dtype=dtype),
+        value_cache.new_empty((*shape, value_cache.shape[3]), dtype=dtype),
+    )
+
+
+@torch.library.register_fake("paged_kv::paged_attention")
+def _paged_attention_fake(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *_tables: object, **_options: object
+) -> Tensor:
+    return query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
+
+
+@torch.library.register_fake("paged_kv::paged_attention_with_lse")
+def _paged_attention_with_lse_fake(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *_tables: object, **_options: object
+) -> tuple[Tensor, Tensor]:
+    out = query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
+    return out, query.new_empty((query.shape[0], query.shape[1]), dtype=torch.float32)
+
+
+@torch.library.register_fake("paged_kv::merge_attention_states")
+def _merge_attention_states_fake(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+def _nothing_fake(*_args: object, **_options: object) -> None:
+    """Of the ops that only write into their arguments."""
+
+
+for _name in ("free", "fork", "reshape_and_cache", "copy_blocks", "swap_blocks"):
+    torch.library.register_fake(f"paged_kv::{_name}", _nothing_fake)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices without kernels: the dispatcher goes to the reference, eager and compiled alike, at no cost to the others.
+
+
+def _reference_kernel(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(reference, name)
+    warned: set[str] = set()
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        device_type = next(arg for arg in args if isinstance(arg, Tensor)).device.type
+        if device_type not in warned:
+            warned.add(device_type)
+            warnings.warn(
+                f"torch_paged_kv has no {device_type} kernel for {name}: running the plain-PyTorch reference, "
+                "which is right but slow",
+                stacklevel=2,
+            )
+        return function(*args, **options)
+
+    return kernel
+
+
+_fallbacks = torch.library.Library("paged_kv", "IMPL")
+for _name in __all__:
+    _fallbacks.impl(_name, _reference_kernel(_name), "CompositeExplicitAutograd")
