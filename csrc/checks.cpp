@@ -1,394 +1,17 @@
 #include "checks.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <initializer_list>
-#include <limits>
-#include <stdexcept>
-#include <string>
-#include <unordered_set>
+
+#include "argument.h"
+#include "contents.h"
 
 namespace paged_kv {
 namespace {
 
 constexpr int64_t kMaxHeadSize = 576;
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-
-// ---- messages: built only once a rule is broken ----------------------------------------------------------------
-
-[[noreturn]] __attribute__((noinline, cold)) void fail(const std::string& argument, const std::string& rule,
-                                                       const std::string& value) {
-  throw std::invalid_argument(argument + " must " + rule + ", got " + value);
-}
-
-std::string text(int64_t value) { return std::to_string(value); }
-
-std::string text(double value) {
-  char buffer[32];
-  std::snprintf(buffer, sizeof buffer, "%g", value);
-  return buffer;
-}
-
-std::string text(const int64_t* values, int64_t count) {
-  std::string list = "[";
-  for (int64_t i = 0; i < count; ++i) list += (i == 0 ? "" : ", ") + text(values[i]);
-  return list + "]";
-}
-
-// ---- dtypes and devices ----------------------------------------------------------------------------------------
-
-struct DTypeEntry {
-  int32_t code;  // libtorch's number
-  const char* name;
-  std::optional<DType> dtype;  // what kernels call it, if they know it
-};
-
-const std::vector<DTypeEntry>& dtype_table() {
-  static const std::vector<DTypeEntry> table = {
-      {aoti_torch_dtype_float32(), "float32", DType::float32},
-      {aoti_torch_dtype_bfloat16(), "bfloat16", DType::bfloat16},
-      {aoti_torch_dtype_float16(), "float16", DType::float16},
-      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn", DType::float8_e4m3fn},
-      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2", DType::float8_e5m2},
-      {aoti_torch_dtype_int8(), "int8", DType::int8},
-      {aoti_torch_dtype_int32(), "int32", {}},
-      {aoti_torch_dtype_int64(), "int64", {}},
-      {aoti_torch_dtype_bool(), "bool", {}},
-      {aoti_torch_dtype_float64(), "float64", {}},
-      {aoti_torch_dtype_int16(), "int16", {}},
-      {aoti_torch_dtype_uint8(), "uint8", {}},
-      {aoti_torch_dtype_complex64(), "complex64", {}},
-      {aoti_torch_dtype_complex128(), "complex128", {}},
-      {aoti_torch_dtype_float8_e4m3fnuz(), "float8_e4m3fnuz", {}},
-      {aoti_torch_dtype_float8_e5m2fnuz(), "float8_e5m2fnuz", {}},
-  };
-  return table;
-}
-
-std::optional<DType> kernel_dtype(int32_t code) {
-  for (const DTypeEntry& entry : dtype_table()) {
-    if (entry.code == code) return entry.dtype;
-  }
-  return std::nullopt;
-}
-
-std::string dtype_name(int32_t code) {
-  for (const DTypeEntry& entry : dtype_table()) {
-    if (entry.code == code) return entry.name;
-  }
-  return "dtype number " + text(int64_t{code});
-}
-
-struct Device {
-  int32_t type, index;
-  bool operator==(const Device& other) const { return type == other.type && index == other.index; }
-  bool is_cpu() const {
-    static const int32_t cpu = aoti_torch_device_type_cpu();
-    return type == cpu;
-  }
-};
-
-std::string text(const Device& device) {
-  if (device.is_cpu()) return "cpu";
-  if (device.type == aoti_torch_device_type_cuda()) return "cuda:" + text(int64_t{device.index});
-  return device.type == aoti_torch_device_type_meta() ? "meta" : "device type " + text(int64_t{device.type});
-}
-
-// ---- a tensor argument, read once ------------------------------------------------------------------------------
-
-enum class Access { read, write };
-
-struct Argument {
-  const char* name;
-  const Tensor* tensor;
-  void* data = nullptr;
-  int64_t dim = 0;
-  const int64_t* sizes = nullptr;
-  const int64_t* strides = nullptr;
-  int32_t dtype = 0;
-  Device device = {};
-  int64_t position = -1;  // in a list of tensors
-
-  Argument(const char* name, const Tensor& tensor, Access access = Access::read, int64_t position = -1)
-      : name(name), tensor(&tensor), position(position) {
-    AtenTensorHandle handle = tensor.get();
-    int64_t* raw_sizes = nullptr;
-    int64_t* raw_strides = nullptr;
-    const void* const_data = nullptr;
-    const bool failed = aoti_torch_get_dim(handle, &dim) || aoti_torch_get_sizes(handle, &raw_sizes) ||
-                        aoti_torch_get_strides(handle, &raw_strides) || aoti_torch_get_dtype(handle, &dtype) ||
-                        aoti_torch_get_device_type(handle, &device.type) ||
-                        aoti_torch_get_device_index(handle, &device.index) ||
-                        (access == Access::write ? torch_get_mutable_data_ptr(handle, &data)
-                                                 : torch_get_const_data_ptr(handle, &const_data));
-    if (failed) fail(full_name(), "be a dense tensor", "one without sizes, strides or data");
-    if (access == Access::read) data = const_cast<void*>(const_data);
-    sizes = raw_sizes;
-    strides = raw_strides;
-    if (device.is_cpu()) device.index = 0;
-  }
-
-  std::string full_name() const {
-    return position < 0 ? std::string(name) : std::string(name) + "[" + text(position) + "]";
-  }
-  int64_t numel() const {
-    int64_t count = 1;
-    for (int64_t d = 0; d < dim; ++d) count *= sizes[d];
-    return count;
-  }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data);
-  }
-};
-
-std::string shape_text(const Argument& argument) { return text(argument.sizes, argument.dim); }
-
-[[noreturn]] __attribute__((noinline, cold)) void fail_strides(const Argument& argument, const char* rule) {
-  fail(argument.full_name(), rule, "strides " + text(argument.strides, argument.dim));
-}
-
-// A named dimension; `size` is what it must be, or kAny.
-constexpr int64_t kAny = -1;
-struct Dim {
-  const char* name;
-  int64_t size = kAny;
-};
-
-[[noreturn]] __attribute__((noinline, cold)) void fail_shape(const Argument& argument,
-                                                             std::initializer_list<Dim> dims) {
-  std::string rule = "have shape [";
-  for (const Dim& dim : dims) {
-    if (&dim != dims.begin()) rule += ", ";
-    rule += dim.name;
-    if (dim.size != kAny) rule += (*dim.name == '\0' ? "" : "=") + text(dim.size);
-  }
-  fail(argument.full_name(), rule + "]", shape_text(argument));
-}
-
-bool has_shape(const Argument& argument, std::initializer_list<Dim> dims) {
-  if (argument.dim != static_cast<int64_t>(dims.size())) return false;
-  const int64_t* size = argument.sizes;
-  for (const Dim& dim : dims) {
-    if (dim.size != kAny && *size != dim.size) return false;
-    ++size;
-  }
-  return true;
-}
-
-void require_shape(const Argument& argument, std::initializer_list<Dim> dims) {
-  if (!has_shape(argument, dims)) fail_shape(argument, dims);
-}
-
-void require_dtype(const Argument& argument, int32_t code) {
-  if (argument.dtype != code) fail(argument.full_name(), "have dtype " + dtype_name(code), dtype_name(argument.dtype));
-}
-
-void require_int32(const Argument& argument) {
-  static const int32_t code = aoti_torch_dtype_int32();
-  require_dtype(argument, code);
-}
-
-void require_int64(const Argument& argument) {
-  static const int32_t code = aoti_torch_dtype_int64();
-  require_dtype(argument, code);
-}
-
-void require_float32(const Argument& argument) {
-  static const int32_t code = aoti_torch_dtype_float32();
-  require_dtype(argument, code);
-}
-
-void require_device(const Argument& argument, const Device& device) {
-  if (!(argument.device == device)) fail(argument.full_name(), "be on " + text(device), text(argument.device));
-}
-
-void require_contiguous(const Argument& argument) {
-  int64_t expected = 1;
-  for (int64_t d = argument.dim - 1; d >= 0; --d) {
-    if (argument.sizes[d] == 0) return;
-    if (argument.sizes[d] != 1 && argument.strides[d] != expected) fail_strides(argument, "be contiguous");
-    expected *= argument.sizes[d];
-  }
-}
-
-void require_last_dim_contiguous(const Argument& argument) {
-  const int64_t last = argument.dim - 1;
-  if (argument.sizes[last] > 1 && argument.strides[last] != 1)
-    fail_strides(argument, "have a contiguous last dimension");
-}
-
-// The dimensions from `first` on with more than one element, innermost (smallest stride) first.
-template <class Visit>
-void visit_dims_inside_out(const Argument& argument, int64_t first, Visit visit) {
-  constexpr int64_t kMaxDims = 16;
-  int64_t order[kMaxDims];
-  int64_t count = 0;
-  if (argument.dim > kMaxDims) fail(argument.full_name(), "have at most 16 dimensions", text(argument.dim));
-  for (int64_t d = first; d < argument.dim; ++d) {
-    if (argument.sizes[d] == 1) continue;
-    int64_t at = count++;
-    for (; at > 0 && argument.strides[order[at - 1]] > argument.strides[d]; --at) order[at] = order[at - 1];
-    order[at] = d;
-  }
-  for (int64_t i = 0; i < count; ++i) visit(argument.sizes[order[i]], argument.strides[order[i]]);
-}
-
-// Two indices of a tensor that is written must not name the same memory (an expanded tensor's do).
-void require_no_overlap(const Argument& argument) {
-  if (argument.numel() == 0) return;
-  int64_t span = 1;  // elements from the first to the last index of the dimensions visited so far
-  visit_dims_inside_out(argument, 0, [&](int64_t size, int64_t stride) {
-    if (stride < span) fail_strides(argument, "not overlap itself");
-    span += (size - 1) * stride;
-  });
-}
-
-void require_at_least(const char* name, int64_t value, int64_t least) {
-  if (value < least) fail(name, "be >= " + text(least), text(value));
-}
-
-void require_within(const char* name, int64_t value, int64_t least, int64_t most) {
-  if (value < least || value > most) fail(name, "be in " + text(least) + " .. " + text(most), text(value));
-}
-
-void require_dim_within(const Argument& argument, const char* dim_name, int64_t value, int64_t least, int64_t most) {
-  if (value < least || value > most)
-    fail(argument.full_name(), std::string("have ") + dim_name + " in " + text(least) + " .. " + text(most),
-         text(value));
-}
-
-DType require_float_dtype(const Argument& argument) {
-  const std::optional<DType> dtype = kernel_dtype(argument.dtype);
-  if (!dtype || size_of(*dtype) == 1)
-    fail(argument.full_name(), "have dtype float32, float16 or bfloat16", dtype_name(argument.dtype));
-  return *dtype;
-}
-
-DType require_cache_dtype(const Argument& argument) {
-  const std::optional<DType> dtype = kernel_dtype(argument.dtype);
-  if (!dtype)
-    fail(argument.full_name(), "have dtype float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8",
-         dtype_name(argument.dtype));
-  return *dtype;
-}
-
-// An index or per-head vector: one dimension, contiguous, on the device of the call.
-void require_vector(const Argument& argument, const Device& device, Dim dim) {
-  require_device(argument, device);
-  require_shape(argument, {dim});
-  require_contiguous(argument);
-}
-
-// ---- contents: always for the allocator's small tensors on the CPU, for every index tensor with PAGED_KV_DEBUG=1 ----
-
-bool debug_mode() {
-  static const bool on = [] {
-    const char* value = std::getenv("PAGED_KV_DEBUG");
-    return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
-  }();
-  return on;
-}
-
-// The elements of an integer tensor on the host: in place on the CPU, else a copy that waits for the device.
-template <class T>
-class HostView {
- public:
-  explicit HostView(const Argument& argument) : data_(argument.as<const T>()), argument_(&argument) {
-    if (argument.device.is_cpu()) return;
-    copy_ = torch::stable::contiguous(
-        torch::stable::to(*argument.tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU)));
-    data_ = copy_->const_data_ptr<T>();
-  }
-  int64_t size() const { return argument_->sizes[0]; }
-  int64_t operator[](int64_t i) const { return data_[i]; }
-  int64_t operator()(int64_t row, int64_t column) const {
-    return data_[row * (copy_ ? argument_->sizes[1] : argument_->strides[0]) + column];
-  }
-
-  void require_within(int64_t i, int64_t least, int64_t most, const char* index_name) const {
-    const int64_t value = (*this)[i];
-    if (value < least || value > most)
-      fail(argument_->full_name(), "hold values in " + text(least) + " .. " + text(most),
-           text(value) + " at " + index_name + " " + text(i));
-  }
-
- private:
-  const T* data_;
-  const Argument* argument_;
-  OptionalTensor copy_;
-};
-
-void check_spans(const Argument& cu_seqlens_q, int64_t num_seqs, int64_t num_tokens) {
-  const HostView<int32_t> spans(cu_seqlens_q);
-  for (int64_t i = 0; i <= num_seqs; ++i) {
-    spans.require_within(i, 0, num_tokens, "index");
-    if (i > 0 && spans[i] < spans[i - 1])
-      fail(cu_seqlens_q.full_name(), "ascend",
-           text(spans[i]) + " after " + text(spans[i - 1]) + " at row " + text(i - 1));
-  }
-}
-
-void check_lengths(const Argument& seq_lens, int64_t most) {
-  const HostView<int32_t> lengths(seq_lens);
-  for (int64_t row = 0; row < lengths.size(); ++row) lengths.require_within(row, 0, most, "row");
-}
-
-// The used columns of a block table [num_seqs, max_blocks]; -1 is an unmapped block, which a window may leave behind.
-void check_table(const Argument& block_table, const Argument& seq_lens, int64_t block_size, int64_t num_blocks) {
-  const HostView<int32_t> table(block_table);
-  const HostView<int32_t> lengths(seq_lens);
-  for (int64_t row = 0; row < lengths.size(); ++row) {
-    const int64_t used = (lengths[row] + block_size - 1) / block_size;
-    for (int64_t column = 0; column < used; ++column) {
-      const int64_t block = table(row, column);
-      if (block < -1 || block >= num_blocks)
-        fail(block_table.full_name(), "hold blocks in -1 .. " + text(num_blocks - 1),
-             text(block) + " at row " + text(row) + ", column " + text(column));
-    }
-  }
-}
-
-void check_longest_query(const Argument& cu_seqlens_q, int64_t num_seqs, int64_t max_seqlen_q) {
-  const HostView<int32_t> spans(cu_seqlens_q);
-  for (int64_t row = 0; row < num_seqs; ++row) {
-    const int64_t length = spans[row + 1] - spans[row];
-    if (length > max_seqlen_q)
-      fail("max_seqlen_q", "be at least the query length " + text(length) + " of row " + text(row), text(max_seqlen_q));
-  }
-}
-
-void check_slots(const Argument& slot_mapping, int64_t num_slots) {
-  const HostView<int64_t> slots(slot_mapping);
-  std::unordered_set<int64_t> seen;
-  for (int64_t token = 0; token < slots.size(); ++token) {
-    slots.require_within(token, -1, num_slots - 1, "token");
-    if (slots[token] >= 0 && !seen.insert(slots[token]).second)
-      fail(slot_mapping.full_name(), "hold each slot once", text(slots[token]) + " again at token " + text(token));
-  }
-}
-
-void check_block_mapping(const Argument& block_mapping, int64_t source_blocks, int64_t destination_blocks) {
-  const HostView<int64_t> pairs(block_mapping);
-  std::unordered_set<int64_t> written;
-  for (int64_t pair = 0; pair < pairs.size(); ++pair) {
-    const int64_t limits[2] = {source_blocks, destination_blocks};
-    for (int64_t column = 0; column < 2; ++column) {
-      const int64_t block = pairs(pair, column);
-      if (block < -1 || block >= limits[column])
-        fail(block_mapping.full_name(), "hold blocks in -1 .. " + text(limits[column] - 1),
-             text(block) + " at row " + text(pair) + ", column " + text(column));
-    }
-    const int64_t destination = pairs(pair, 1);
-    if (pairs(pair, 0) >= 0 && destination >= 0 && !written.insert(destination).second)
-      fail(block_mapping.full_name(), "hold each destination once", text(destination) + " again at row " + text(pair));
-  }
-}
 
 // ---- parts that several ops share ------------------------------------------------------------------------------
 
@@ -433,7 +56,7 @@ Scale check_scale(const char* name, const OptionalTensor& tensor, const PoolShap
     fail(name,
          "have shape [], [1], [" + heads + "] or [num_blocks=" + text(pool.num_blocks) +
              ", block_size=" + text(pool.block_size) + ", " + heads + "]",
-         shape_text(scale));
+         scale.shape());
   }
   if (access == Access::write) require_no_overlap(scale);
   return {scale.as<float>(), ScaleKind::per_slot, scale.strides[0], scale.strides[1], scale.strides[2]};
@@ -463,18 +86,16 @@ void check_table_shape(const Argument& block_table, const Argument& seq_lens, co
 
 Mask check_mask(const OptionalTensor& tensor, int64_t num_tokens, int64_t num_heads, const Device& device) {
   if (!tensor) return {nullptr, MaskKind::none, 0, 0, 0};
-  static const int32_t bool_code = aoti_torch_dtype_bool();
-  static const int32_t float_code = aoti_torch_dtype_float32();
   const Argument mask("mask", *tensor);
   require_device(mask, device);
-  if (mask.dtype != bool_code && mask.dtype != float_code)
+  if (!is_bool(mask) && kernel_dtype(mask.dtype) != DType::float32)
     fail("mask", "have dtype bool or float32", dtype_name(mask.dtype));
   if (mask.dim != 3 || mask.sizes[0] != num_tokens || (mask.sizes[1] != 1 && mask.sizes[1] != num_heads)) {
     fail("mask", "have shape [num_tokens=" + text(num_tokens) + ", num_heads=" + text(num_heads) + " or 1, width]",
-         shape_text(mask));
+         mask.shape());
   }
   require_last_dim_contiguous(mask);
-  return {mask.data, mask.dtype == bool_code ? MaskKind::boolean : MaskKind::additive, mask.strides[0],
+  return {mask.data, is_bool(mask) ? MaskKind::boolean : MaskKind::additive, mask.strides[0],
           mask.sizes[1] == 1 ? 0 : mask.strides[1], mask.sizes[2]};
 }
 
@@ -501,7 +122,7 @@ struct StateArguments {
     const bool grouped = block_table.dim == 3;
     if (!grouped && block_table.dim != 2)
       fail("block_table", "have shape [num_seqs, max_blocks] or [num_groups, num_seqs, max_blocks]",
-           shape_text(block_table));
+           block_table.shape());
     require_int32(block_table);
     require_contiguous(block_table);
     const int64_t num_groups = grouped ? block_table.sizes[0] : 1;
@@ -518,27 +139,10 @@ struct StateArguments {
     require_int64(counters);
     require_vector(counters, device(), {"", kNumCounters});
     require_within("block_size", block_size, 1, kMaxInt32);
-    check_contents(num_groups, num_seqs, max_blocks, block_size, num_blocks);
+    if (device().is_cpu() || debug_mode()) check_lengths(seq_lens, std::min(max_blocks * block_size, kMaxInt32));
+    if (debug_mode()) check_counts(block_table, ref_counts);
     return {{block_table.as<int32_t>(), seq_lens.as<int32_t>(), num_groups, num_seqs, max_blocks, block_size},
             {free_ring.as<int32_t>(), ref_counts.as<int32_t>(), counters.as<int64_t>(), num_blocks}};
-  }
-
- private:
-  void check_contents(int64_t num_groups, int64_t num_seqs, int64_t max_blocks, int64_t block_size,
-                      int64_t num_blocks) const {
-    if (device().is_cpu() || debug_mode()) check_lengths(seq_lens, std::min(max_blocks * block_size, kMaxInt32));
-    if (!debug_mode()) return;
-    const HostView<int32_t> table(block_table);  // contiguous: entry i is column i % max_blocks
-    const HostView<int32_t> counts(ref_counts);
-    for (int64_t i = 0; i < num_groups * num_seqs * max_blocks; ++i) {
-      const int64_t block = table[i];
-      const bool valid = block >= -1 && block < num_blocks;
-      if (valid && (block == -1 || counts[block] > 0)) continue;
-      const std::string place = " at row " + text(i / max_blocks % num_seqs) + ", column " + text(i % max_blocks);
-      if (!valid) fail("block_table", "hold blocks in -1 .. " + text(num_blocks - 1), text(block) + place);
-      fail("ref_counts", "count every block that block_table holds",
-           text(counts[block]) + " for block " + text(block) + place);
-    }
   }
 };
 
@@ -547,9 +151,7 @@ struct StateArguments {
 void require_same_block(const Argument& a, const Argument& b) {
   require_dtype(b, a.dtype);
   const bool same = a.dim == b.dim && std::equal(a.sizes + 1, a.sizes + a.dim, b.sizes + 1);
-  if (!same)
-    fail(b.full_name(), "have blocks of shape " + text(a.sizes + 1, a.dim - 1),
-         a.dim == b.dim ? text(b.sizes + 1, b.dim - 1) : "shape " + shape_text(b));
+  if (!same) fail(b.full_name(), "have blocks of shape " + text(a.sizes + 1, a.dim - 1), text(b.sizes + 1, b.dim - 1));
 }
 
 // Splits a block into the longest runs of bytes that are dense in both caches, and appends a lane for each.
@@ -584,7 +186,7 @@ void append_lanes(const Argument& source, const Argument& destination, std::vect
 }
 
 void require_block_tensor(const Argument& cache) {
-  if (cache.dim < 1) fail_shape(cache, {{"num_blocks"}, {"..."}});
+  if (cache.dim < 1) fail(cache.full_name(), "have shape [num_blocks, ...]", cache.shape());
 }
 
 // A cache listed twice would be copied twice, which breaks chained pairs.
@@ -730,20 +332,22 @@ ReshapeAndCacheParams check_reshape_and_cache(const Tensor& key, const Tensor& v
   }
   if (debug_mode()) check_slots(slots, pool.num_blocks * pool.block_size);
 
-  return {keys.data,
-          values.data,
-          dtype,
-          keys.strides[0],
-          keys.strides[1],
-          values.strides[0],
-          values.strides[1],
-          cache_of(k_cache, k_scale),
-          cache_of(v_cache, v_scale),
-          slots.as<int64_t>(),
-          num_tokens,
-          pool.num_kv_heads,
-          pool.num_blocks,
-          pool.block_size};
+  ReshapeAndCacheParams params{};
+  params.key = keys.data;
+  params.value = values.data;
+  params.dtype = dtype;
+  params.key_token_stride = keys.strides[0];
+  params.key_head_stride = keys.strides[1];
+  params.value_token_stride = values.strides[0];
+  params.value_head_stride = values.strides[1];
+  params.key_cache = cache_of(k_cache, k_scale);
+  params.value_cache = cache_of(v_cache, v_scale);
+  params.slot_mapping = slots.as<int64_t>();
+  params.num_tokens = num_tokens;
+  params.num_kv_heads = pool.num_kv_heads;
+  params.num_blocks = pool.num_blocks;
+  params.block_size = pool.block_size;
+  return params;
 }
 
 AttentionParams check_paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -786,35 +390,35 @@ AttentionParams check_paged_attention(const Tensor& query, const Tensor& key_cac
     check_table(table, lengths, pool.block_size, pool.num_blocks);
   }
 
-  return {queries.data,
-          dtype,
-          queries.strides[0],
-          queries.strides[1],
-          nullptr,
-          nullptr,
-          cache_of(k_cache, check_scale("key_scale", key_scale, pool, device)),
-          cache_of(v_cache, check_scale("value_scale", value_scale, pool, device)),
-          table.as<int32_t>(),
-          table.strides[0],
-          lengths.as<int32_t>(),
-          spans.as<int32_t>(),
-          num_tokens,
-          num_seqs,
-          num_heads,
-          pool.num_kv_heads,
-          pool.num_blocks,
-          pool.block_size,
-          max_blocks,
-          max_seqlen_q,
-          static_cast<float>(scale),
-          static_cast<float>(softcap),
-          causal,
-          window_left,
-          window_right,
-          check_per_head("alibi_slopes", alibi_slopes, num_heads, device),
-          check_per_head("sinks", sinks, num_heads, device),
-          check_mask(mask, num_tokens, num_heads, device),
-          deterministic};
+  AttentionParams params{};
+  params.query = queries.data;
+  params.query_dtype = dtype;
+  params.query_token_stride = queries.strides[0];
+  params.query_head_stride = queries.strides[1];
+  params.key_cache = cache_of(k_cache, check_scale("key_scale", key_scale, pool, device));
+  params.value_cache = cache_of(v_cache, check_scale("value_scale", value_scale, pool, device));
+  params.block_table = table.as<int32_t>();
+  params.block_table_stride = table.strides[0];
+  params.seq_lens = lengths.as<int32_t>();
+  params.cu_seqlens_q = spans.as<int32_t>();
+  params.num_tokens = num_tokens;
+  params.num_seqs = num_seqs;
+  params.num_heads = num_heads;
+  params.num_kv_heads = pool.num_kv_heads;
+  params.num_blocks = pool.num_blocks;
+  params.block_size = pool.block_size;
+  params.max_blocks = max_blocks;
+  params.max_seqlen_q = max_seqlen_q;
+  params.scale = static_cast<float>(scale);
+  params.softcap = static_cast<float>(softcap);
+  params.causal = causal;
+  params.window_left = window_left;
+  params.window_right = window_right;
+  params.alibi_slopes = check_per_head("alibi_slopes", alibi_slopes, num_heads, device);
+  params.sinks = check_per_head("sinks", sinks, num_heads, device);
+  params.mask = check_mask(mask, num_tokens, num_heads, device);
+  params.deterministic = deterministic;
+  return params;
 }
 
 MergeParams check_merge_attention_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
@@ -837,17 +441,17 @@ MergeParams check_merge_attention_states(const Tensor& out_a, const Tensor& lse_
     require_float32(*lse);
     require_contiguous(*lse);
   }
-  return {a.data,
-          b.data,
-          a_lse.as<float>(),
-          b_lse.as<float>(),
-          check_per_head("sinks", sinks, num_heads, a.device),
-          nullptr,
-          nullptr,
-          dtype,
-          num_tokens,
-          num_heads,
-          head_size};
+  MergeParams params{};
+  params.out_a = a.data;
+  params.out_b = b.data;
+  params.lse_a = a_lse.as<float>();
+  params.lse_b = b_lse.as<float>();
+  params.sinks = check_per_head("sinks", sinks, num_heads, a.device);
+  params.dtype = dtype;
+  params.num_tokens = num_tokens;
+  params.num_heads = num_heads;
+  params.head_size = head_size;
+  return params;
 }
 
 CopyBlocksParams check_copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
@@ -889,7 +493,7 @@ CopyBlocksParams check_swap_blocks(const std::vector<Tensor>& source_caches,
     require_same_block(source, destination);
     require_no_overlap(destination);
     // A mapping is read where both ends can be reached: on the CPU unless both are on one other device.
-    mapping_device = source.device == destination.device ? source.device : Device{aoti_torch_device_type_cpu(), 0};
+    mapping_device = source.device == destination.device ? source.device : cpu_device();
     require_device(pairs, mapping_device);
     source_blocks = std::min(source_blocks, source.sizes[0]);
     destination_blocks = std::min(destination_blocks, destination.sizes[0]);
@@ -925,20 +529,20 @@ GatherParams check_gather_blocks(const Tensor& key_cache, const Tensor& value_ca
     check_lengths(lengths, table.sizes[1] * pool.block_size);
     check_table(table, lengths, pool.block_size, pool.num_blocks);
   }
-  return {cache_of(k_cache, check_scale("key_scale", key_scale, pool, device)),
-          cache_of(v_cache, check_scale("value_scale", value_scale, pool, device)),
-          table.as<int32_t>(),
-          table.strides[0],
-          lengths.as<int32_t>(),
-          table.sizes[0],
-          pool.num_kv_heads,
-          pool.num_blocks,
-          pool.block_size,
-          table.sizes[1],
-          max_len,
-          nullptr,
-          nullptr,
-          out_dtype};
+  GatherParams params{};
+  params.key_cache = cache_of(k_cache, check_scale("key_scale", key_scale, pool, device));
+  params.value_cache = cache_of(v_cache, check_scale("value_scale", value_scale, pool, device));
+  params.block_table = table.as<int32_t>();
+  params.block_table_stride = table.strides[0];
+  params.seq_lens = lengths.as<int32_t>();
+  params.num_seqs = table.sizes[0];
+  params.num_kv_heads = pool.num_kv_heads;
+  params.num_blocks = pool.num_blocks;
+  params.block_size = pool.block_size;
+  params.max_blocks = table.sizes[1];
+  params.max_len = max_len;
+  params.dtype = out_dtype;
+  return params;
 }
 
 }  // namespace paged_kv

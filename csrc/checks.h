@@ -8,13 +8,12 @@
 #include <optional>
 #include <vector>
 
+#include "argument.h"
 #include "params.h"
 
 namespace paged_kv {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 AllocateParams check_allocate(const Tensor& block_table, const Tensor& seq_lens, const Tensor& free_ring,
                               const Tensor& ref_counts, const Tensor& counters, const Tensor& cu_seqlens_q,

@@ -1,4 +1,4 @@
-// The ops of one backend, PAGED_KV_BACKEND = cpu or cuda: check, allocate outputs, launch. Compiled once for each.
+// The ops: check, allocate outputs, launch. Compiled once for the CPU and once, with PAGED_KV_CUDA, for CUDA.
 #include "ops.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -75,6 +75,16 @@ void launch(void (*kernel)(const Params&, cudaStream_t), const Params& params, c
 }
 
 void launch_allocate(const AllocateParams& params, const Tensor& on) { launch(backend::allocate, params, on); }
+
+// The scratch memory comes from the caching allocator: captured in a graph, it belongs to the graph.
+void launch_attention(AttentionParams params, const Tensor& on) {
+  int32_t device_index = 0;
+  check(aoti_torch_get_device_index(on.get(), &device_index), "reading a device index");
+  const torch::stable::accelerator::DeviceGuard guard(device_index);
+  const Tensor workspace = new_tensor({backend::paged_attention_workspace(params)}, aoti_torch_dtype_uint8(), on);
+  params.workspace = workspace.mutable_data_ptr();
+  launch(backend::paged_attention, params, on);
+}
 #else
 void launch_allocate(const AllocateParams& params, const Tensor& on) {
   const cpu::AllocateResult result = launch(backend::allocate, params, on);
@@ -83,6 +93,8 @@ void launch_allocate(const AllocateParams& params, const Tensor& on) {
   throw std::runtime_error("out of blocks: wanted " + std::to_string(result.wanted) + ", free " +
                            std::to_string(result.available));
 }
+
+void launch_attention(const AttentionParams& params, const Tensor& on) { launch(backend::paged_attention, params, on); }
 #endif
 
 std::tuple<Tensor, Tensor> allocate(const Tensor& block_table, const Tensor& seq_lens, const Tensor& free_ring,
@@ -128,7 +140,7 @@ Tensor attend(AttentionParams params, const Tensor& query, const Tensor* lse) {
                           dtype_code(params.query_dtype), query);
   params.out = out.mutable_data_ptr();
   if (lse != nullptr) params.lse = static_cast<float*>(lse->mutable_data_ptr());
-  launch(backend::paged_attention, params, query);
+  launch_attention(params, query);
   return out;
 }
 

@@ -17,6 +17,7 @@ from op_cases import (
     make_table,
 )
 from torch import Tensor
+
 from torch_paged_kv import ops, reference
 
 
@@ -86,12 +87,16 @@ def test_copy_blocks_of_whole_storages_and_scales(device: torch.device) -> None:
     for actual, right in zip(storages + scales, expected):
         assert torch.equal(actual, right)
     keys, values = fused_views(storages[0], 4, 16)
-    assert keys.shape == (6, 4, 2, 16) and values.shape == (6, 4, 2, 8)
+    assert keys.shape == (6, 4, 2, 16)
+    assert values.shape == (6, 4, 2, 8)
 
 
 def test_copy_blocks_of_pools_of_different_size(device: torch.device) -> None:
     """Layers may differ in block bytes, dtype and number of blocks: a pair outside one of them is skipped there."""
-    small, large = torch.arange(3.0, device=device)[:, None].clone(), torch.arange(6, device=device).half()[:, None, None]
+    small, large = (
+        torch.arange(3.0, device=device)[:, None].clone(),
+        torch.arange(6, device=device).half()[:, None, None],
+    )
     large = large.expand(6, 4, 2).contiguous()
     ops.copy_blocks([small, large], [], pairs((0, 2), (1, 5), device=device))
     assert small.flatten().tolist() == [0, 1, 0]
@@ -137,7 +142,7 @@ def test_swap_blocks_between_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    "cache_dtype, scale_kind",
+    ("cache_dtype", "scale_kind"),
     [(dtype, kind) for dtype in FLOAT_DTYPES + EIGHT_BIT_DTYPES for kind in ("none", "scalar", "tensor", "head")]
     + [(dtype, "slot") for dtype in EIGHT_BIT_DTYPES],
     ids=dtype_id,
@@ -154,7 +159,9 @@ def test_gather_blocks(cache_dtype: torch.dtype, scale_kind: str, device: torch.
             actual = ops.gather_blocks(*tensors, max_len, dtype=dtype, **scales)
             expected = reference.gather_blocks(*tensors, max_len, dtype=dtype, **scales)
             for a, b in zip(actual, expected):
-                assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+                assert a.dtype == b.dtype
+                assert a.shape == b.shape
+                assert torch.equal(a, b)
 
 
 def test_gather_blocks_is_right_aligned(device: torch.device) -> None:
@@ -182,7 +189,8 @@ def test_gather_blocks_of_unmapped_entries_is_zero(entry: int, device: torch.dev
     tensors = (case.key_cache, case.value_cache, case.block_table, case.seq_lens, 30)
     for gathered in ops.gather_blocks(*tensors):
         assert not gathered.isnan().any()
-        assert (gathered[0, :, 8:16] == 0).all() and (gathered[0, :, :8] != 0).all()
+        assert (gathered[0, :, 8:16] == 0).all()
+        assert (gathered[0, :, :8] != 0).all()
 
 
 @pytest.mark.parametrize("length", [-3, INT32_MAX])

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import models
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-import models
 from torch_paged_kv import OutOfBlocksError, PagedKVCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
@@ -47,7 +47,7 @@ def held(cache: Any) -> int:
     return int(cache.stats()["held_blocks"])
 
 
-class EachStep(LogitsProcessor):  # type: ignore[misc]
+class EachStep(LogitsProcessor):
     """Calls a function after every step of generate."""
 
     def __init__(self, look: Any) -> None:
@@ -66,7 +66,7 @@ class CountOps(TorchDispatchMode):
     """Which ops of this library ran, and how many pairs each call of copy_blocks copied."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, int] = {}
         self.pairs: list[int] = []
 
@@ -79,7 +79,7 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# ------------------------------------------------------------------------------------------------- padding and lengths
+# -------------------------------------------------------------------------------------------------- padding and lengths
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
@@ -137,7 +137,7 @@ def test_inputs_that_require_grad_raise(llama: Any) -> None:
         llama(**models.prompts([6]), past_key_values=PagedKVCache(llama.config))
 
 
-# ------------------------------------------------------------------------------------------------------------ sharing
+# -------------------------------------------------------------------------------------------------------------- sharing
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -235,7 +235,8 @@ def test_crop_of_a_padded_batch(llama: Any) -> None:
     batch, cache = models.prompts([9, 4]), PagedKVCache(llama.config, block_size=BLOCK)
     prefill(llama, batch, cache)
     cache.crop(-torch.tensor(2))  # assisted decoding of some releases crops by a tensor
-    assert cache.get_seq_length() == 7 and cache.stats()["tokens"] == 7 + 2
+    assert cache.get_seq_length() == 7
+    assert cache.stats()["tokens"] == 7 + 2
     shorter = {name: tensor[:, :-2] for name, tensor in batch.items()}
     longer = models.extend(shorter["input_ids"], shorter["attention_mask"], torch.tensor([[9], [17]]))
     expected = prefill(llama, longer, None)[:, -1]
@@ -247,7 +248,8 @@ def test_crop_of_everything_and_more(llama: Any) -> None:
     cache = PagedKVCache(llama.config, block_size=BLOCK)
     prefill(llama, models.prompts([6]), cache)
     cache.crop(-100)
-    assert cache.get_seq_length() == 0 and held(cache) == 0
+    assert cache.get_seq_length() == 0
+    assert held(cache) == 0
 
 
 @pytest.mark.parametrize("family", models.DIRECT)
@@ -259,11 +261,15 @@ def test_reset_and_use_again(family: str) -> None:
         result = models.generate(model, batch, cache)
         models.assert_same(result, models.generate(model, batch, DynamicCache(config=model.config)))
         cache.reset()
-        assert cache.get_seq_length() == 0 and held(cache) == 0 and cache.stats()["bytes_held"] == 0
+        assert cache.get_seq_length() == 0
+        assert held(cache) == 0
+        assert cache.stats()["bytes_held"] == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"]
+)
 def test_a_failed_generate_leaves_no_block_after_reset(family: str, settings: dict[str, Any]) -> None:
     model, cache, steps = models.tiny(family), None, 0
 
@@ -306,7 +312,7 @@ def test_a_forward_that_fails_between_layers(family: str) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------ sizes, growth, the end
+# ----------------------------------------------------------------------------------------------- sizes, growth, the end
 
 
 def test_a_pool_without_a_size_grows_by_need(llama: Any) -> None:
@@ -343,6 +349,8 @@ def test_a_step_takes_at_most_a_block_a_sequence(llama: Any) -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 def test_sliding_layers_hold_no_more_than_their_window(family: str, block_size: int) -> None:
     """ceil(window / block_size) + 1 blocks a sequence and layer, however long the text grows."""
+    if not models.goes_direct(family):
+        pytest.skip("gathered layers keep all they have seen: this release's code of the family reads it")
     model = models.tiny(family)
     config, lengths = model.config, [models.PROMPT, 5]
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -364,7 +372,8 @@ def test_sliding_layers_hold_no_more_than_their_window(family: str, block_size: 
     result = models.generate(
         model, models.prompts(lengths), cache, max_new_tokens=40, logits_processor=each_step(look), eos_token_id=None
     )
-    assert step == 40 and cache.get_seq_length() == width + 39
+    assert step == 40
+    assert cache.get_seq_length() == width + 39
     expected = models.generate(
         model, models.prompts(lengths), DynamicCache(config=config), max_new_tokens=40, eos_token_id=None
     )
@@ -375,11 +384,12 @@ def test_sized_pools(llama: Any) -> None:
     """Every way to give a size; what is taken is within one block of what was asked for."""
     config = llama.config
     block_bytes = BLOCK * config.num_key_value_heads * 2 * config.head_dim * config.num_hidden_layers * 4
-    for arguments, num_blocks in (
+    sizes: list[tuple[dict[str, Any], int]] = [
         ({"num_blocks": 40}, 40),
         ({"num_tokens": 150}, math.ceil(150 / BLOCK)),
         ({"bytes": 1 << 20}, (1 << 20) // block_bytes),
-    ):
+    ]
+    for arguments, num_blocks in sizes:
         cache = PagedKVCache(config, block_size=BLOCK, **arguments)
         prefill(llama, models.prompts([6]), cache)
         assert cache.pool.num_blocks == num_blocks
@@ -416,7 +426,8 @@ def test_running_out_of_blocks_changes_nothing(llama: Any) -> None:
     with pytest.raises(OutOfBlocksError) as error:
         llama(input_ids=too_long, past_key_values=cache)
     assert (error.value.wanted, error.value.free) == (3, 2)
-    assert cache.stats() == before and cache.get_seq_length() == 30
+    assert cache.stats() == before
+    assert cache.get_seq_length() == 30
     cache.check()
     fitting = too_long[:, :10]
     whole = torch.cat([prompt["input_ids"], fitting], dim=1)
@@ -469,18 +480,20 @@ def test_what_lies_in_free_slots_is_never_read(family: str) -> None:
         assert torch.equal(zeros, nans)
 
 
-# ------------------------------------------------------------------------------------------ the faces of Cache and dtype
+# ----------------------------------------------------------------------------------------- the faces of Cache and dtype
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_keys_and_values_can_be_read(family: str) -> None:
     """Code that looks into a DynamicCache finds the same tensors here."""
     model, batch = models.tiny(family), models.prompts([models.PROMPT, models.PROMPT])
-    mine, theirs = PagedKVCache(model.config, block_size=BLOCK), DynamicCache(config=model.config)
+    mine: Any = PagedKVCache(model.config, block_size=BLOCK)
+    theirs: Any = DynamicCache(config=model.config)
     prefill(model, batch, mine)
     prefill(model, batch, theirs)
-    assert isinstance(mine, DynamicCache)
-    assert len(mine) == len(theirs) and mine.get_seq_length() == theirs.get_seq_length()
+    assert issubclass(type(mine), DynamicCache)
+    assert len(mine) == len(theirs)
+    assert mine.get_seq_length() == theirs.get_seq_length()
     assert mine.get_seq_length(1) == theirs.get_seq_length(1)
     for layer in range(len(theirs)):
         torch.testing.assert_close(mine.layers[layer].keys, theirs.layers[layer].keys, rtol=1e-4, atol=1e-5)
@@ -491,8 +504,9 @@ def test_keys_and_values_can_be_read(family: str) -> None:
 
 
 def test_keys_are_cast_on_store(llama: Any) -> None:
-    batch, theirs = models.prompts([models.PROMPT]), DynamicCache(config=llama.config)
-    mine = PagedKVCache(llama.config, dtype=torch.bfloat16)
+    batch = models.prompts([models.PROMPT])
+    mine: Any = PagedKVCache(llama.config, dtype=torch.bfloat16)
+    theirs: Any = DynamicCache(config=llama.config)
     prefill(llama, batch, mine)
     prefill(llama, batch, theirs)
     keys = mine.layers[0].keys
@@ -514,7 +528,9 @@ def test_inputs_embeds(llama: Any) -> None:
     embeds = llama.get_input_embeddings()(batch["input_ids"])
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
     expected = llama.generate(inputs_embeds=embeds, **settings)
-    result = llama.generate(inputs_embeds=embeds, past_key_values=PagedKVCache(llama.config, block_size=BLOCK), **settings)
+    result = llama.generate(
+        inputs_embeds=embeds, past_key_values=PagedKVCache(llama.config, block_size=BLOCK), **settings
+    )
     assert torch.equal(result, expected)
 
 
@@ -525,7 +541,8 @@ def test_attention_implementations(implementation: str) -> None:
     with models.count_paths() as paths:
         result = models.generate(model, batch, PagedKVCache(model.config, block_size=BLOCK))
     models.assert_same(result, models.generate(model, batch, DynamicCache(config=model.config)))
-    assert paths.direct > 0 and paths.gathered == 0
+    direct = implementation == "sdpa" or models.RELEASE.major >= 5  # older releases do not look eager attention up
+    assert (paths.direct > 0, paths.gathered > 0) == (direct, not direct)
 
 
 def test_an_attention_function_of_the_users_own() -> None:
@@ -540,7 +557,8 @@ def test_an_attention_function_of_the_users_own() -> None:
     with models.count_paths() as paths:
         result = models.generate(model, batch, PagedKVCache(model.config, block_size=BLOCK))
     models.assert_same(result, models.generate(model, batch, DynamicCache(config=model.config)))
-    assert paths.gathered > 0 and paths.direct == 0
+    assert paths.gathered > 0
+    assert paths.direct == 0
 
 
 def test_the_direct_path_counter_tells_the_truth(llama: Any) -> None:
@@ -548,7 +566,8 @@ def test_the_direct_path_counter_tells_the_truth(llama: Any) -> None:
     with CountOps() as count, models.count_paths() as paths:
         models.greedy(llama, models.paged())
     assert count.calls["paged_attention"] == paths.direct == models.NEW_TOKENS * llama.config.num_hidden_layers
-    assert "gather_blocks" not in count.calls and paths.gathered == 0
+    assert "gather_blocks" not in count.calls
+    assert paths.gathered == 0
 
 
 # --------------------------------------------------------------------------------------------- what must stay untouched

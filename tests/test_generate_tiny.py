@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import models
 import pytest
 import torch
+from models import SCENARIOS, Outcome
 from transformers import DynamicCache, EncoderDecoderCache
 
-import models
-from models import SCENARIOS, Outcome
 from torch_paged_kv import PagedKVCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
@@ -27,32 +27,33 @@ def expected(family: str, scenario: str) -> Outcome:
     return SCENARIOS[scenario][1](models.tiny(family), models.dynamic())
 
 
-def check(family: str, scenario: str, model: Any, *, direct: bool) -> None:
+def check(family: str, scenario: str, model: Any) -> None:
     caches = models.paged()
     with models.count_paths() as paths:
         result = SCENARIOS[scenario][0](model, caches)
     # Assisted decoding gives logits of several queries at once, in chunks that differ from the reference's.
     models.assert_same(result, expected(family, scenario), logits=SCENARIOS[scenario][0] is SCENARIOS[scenario][1])
-    assert (paths.direct > 0) == direct and (paths.gathered > 0) == (not direct), paths
+    direct = models.goes_direct(family)
+    assert (paths.direct > 0, paths.gathered > 0) == (direct, not direct), paths
     models.assert_all_free(caches)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("family", models.DIRECT)
 def test_direct(family: str, scenario: str, tiny: Any) -> None:
-    check(family, scenario, tiny(family), direct=True)
+    check(family, scenario, tiny(family))
 
 
 @pytest.mark.parametrize("scenario", ["greedy", "left_padded", "beams", "chunked_prefill", "prompt_lookup", "chat"])
 @pytest.mark.parametrize("family", models.DIRECT_MORE)
 def test_direct_more_families(family: str, scenario: str, tiny: Any) -> None:
-    check(family, scenario, tiny(family), direct=True)
+    check(family, scenario, tiny(family))
 
 
 @pytest.mark.parametrize("scenario", ["greedy", "left_padded", "beams", "prompt_lookup", "forked"])
 @pytest.mark.parametrize("family", models.GATHERED)
 def test_gathered(family: str, scenario: str, tiny: Any) -> None:
-    check(family, scenario, tiny(family), direct=False)
+    check(family, scenario, tiny(family))
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -114,7 +115,7 @@ def test_half_precision_model(dtype: torch.dtype) -> None:
     assert (paged - truth).abs().max() <= 2 * (dense - truth).abs().max()
 
 
-# ------------------------------------------------------------------------------- what makes equality mean something
+# ----------------------------------------------------------------------------------- what makes equality mean something
 
 
 @pytest.mark.parametrize("family", models.DIRECT + models.DIRECT_MORE + models.GATHERED)
@@ -134,8 +135,6 @@ def test_a_wrong_cache_is_noticed(family: str, tiny: Any) -> None:
                 key = key.roll(1, dims=-2)
             return key, value
 
-    result = models.generate(
-        tiny(family), models.prompts([models.PROMPT, 5, 1]), Wrong(config=tiny(family).config)
-    )
+    result = models.generate(tiny(family), models.prompts([models.PROMPT, 5, 1]), Wrong(config=tiny(family).config))
     with pytest.raises(AssertionError):
         models.assert_same(result, expected(family, "left_padded"))

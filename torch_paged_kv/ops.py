@@ -8,12 +8,12 @@ Words used throughout: a *block* is `block_size` consecutive token positions of 
 position in the pool, `block * block_size + offset`; -1 is "no block" in a table and "write nothing" in a slot mapping.
 Lengths count tokens. Index tensors are int32 except slots and block pairs, which are int64.
 
-Errors: ValueError or TypeError "<argument> must <rule>, got <value>" before anything is written. With `PAGED_KV_DEBUG=1`
-in the environment the contents of index tensors are checked too; without it they are taken as they are, and whatever they
-hold, no memory outside the caches is touched.
+Errors: ValueError or TypeError "<argument> must <rule>, got <value>" before anything is written. With
+`PAGED_KV_DEBUG=1` in the environment the contents of index tensors are checked too; without it they are taken as they
+are, and whatever they hold, no memory outside the caches is touched.
 
-Autocast does not reach into an op: a key or value is cast to the cache's dtype when it is stored, and attention is computed
-in the query's dtype with float32 accumulation.
+Autocast does not reach into an op: a key or value is cast to the cache's dtype when it is stored, and attention is
+computed in the query's dtype with float32 accumulation.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def allocate(
 
     Per group of layers, in this order: blocks wholly behind what `retain` keeps are released; a last block that others
     hold too is replaced before it is written (copy-on-write: copy the returned pairs with `copy_blocks` before
-    `reshape_and_cache`); new blocks are taken, longest-released first. All or nothing over all groups and rows. State is
-    in the tensors alone, so the call works in a compiled graph and in a CUDA graph.
+    `reshape_and_cache`); new blocks are taken, longest-released first. All or nothing over all groups and rows. State
+    is in the tensors alone, so the call works in a compiled graph and in a CUDA graph.
 
     Args:
         block_table: int32 [num_groups, num_seqs, max_blocks], or [num_seqs, max_blocks] for one group. Written.
@@ -113,12 +113,12 @@ def allocate(
         block_mapping: int64 [num_groups * num_seqs, 2], (source, destination) of each block to copy, else (-1, -1).
 
     Raises:
-        OutOfBlocksError: on CPU, when fewer blocks are free than wanted; nothing has changed. On CUDA nothing is raised:
-            `counters` records the failure, no table, length or count changes, and all slots are -1.
+        OutOfBlocksError: on CPU, when fewer blocks are free than wanted; nothing has changed. On CUDA nothing is
+            raised: `counters` records the failure, no table, length or count changes, and all slots are -1.
         ValueError: a row needs more columns than `block_table` has.
 
-    Source: block tables and copy-on-write after Kwon et al., "Efficient Memory Management for Large Language Model Serving
-    with PagedAttention", SOSP 2023, section 4.
+    Source: block tables and copy-on-write after Kwon et al., "Efficient Memory Management for Large Language Model
+    Serving with PagedAttention", SOSP 2023, section 4.
     """
     if torch.compiler.is_compiling():
         return _allocate(  # type: ignore[no-any-return]
@@ -153,8 +153,8 @@ def free(
 ) -> None:
     """Shorten sequences, and give back the blocks that nobody holds any more.
 
-    Blocks wholly past the new length leave the table, tail first, so that a prefix outlives its tail in the free queue. A
-    block the new length lies in stays, shared or not: the next `allocate` copies it if it has to be written.
+    Blocks wholly past the new length leave the table, tail first, so that a prefix outlives its tail in the free queue.
+    A block the new length lies in stays, shared or not: the next `allocate` copies it if it has to be written.
 
     Args:
         block_table: int32 [num_groups, num_seqs, max_blocks], or [num_seqs, max_blocks] for one group. Written.
@@ -183,8 +183,8 @@ def fork(
 ) -> None:
     """Make rows share the blocks of other rows: beam reorder, parallel sampling, reuse of a prompt.
 
-    A copy of table rows and reference counts; no key or value moves. All sources are read before a row is written, so any
-    permutation is one call. What the destinations held before is given back.
+    A copy of table rows and reference counts; no key or value moves. All sources are read before a row is written, so
+    any permutation is one call. What the destinations held before is given back.
 
     Args:
         block_table: int32 [num_groups, num_seqs, max_blocks], or [num_seqs, max_blocks] for one group. Written.
@@ -218,8 +218,9 @@ def reshape_and_cache(
     """Write the keys and values of new tokens into their slots, casting or quantising on the way.
 
     A stored number is `round_to_nearest_even(x / scale)`, saturated to the range of an 8-bit cache: NaN stays NaN in
-    float8 and becomes 0 in int8. A scale is one number, one per head, or one per slot and head; the last is written here,
-    as the row's absolute maximum over the dtype's largest value (448, 57344, 127). No scale equals 1.0, bit for bit.
+    float8 and becomes 0 in int8. A scale is one number, one per head, or one per slot and head; the last is written
+    here, as the row's absolute maximum over the dtype's largest value (448, 57344, 127). No scale equals 1.0, bit for
+    bit.
 
     Args:
         key: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; last dim contiguous.
@@ -257,13 +258,11 @@ def copy_blocks(key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], bl
     _copy_blocks(list(key_caches), list(value_caches), block_mapping)
 
 
-def swap_blocks(
-    source_caches: Sequence[Tensor], destination_caches: Sequence[Tensor], block_mapping: Tensor
-) -> None:
+def swap_blocks(source_caches: Sequence[Tensor], destination_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     """Copy blocks from one list of caches to another: between GPU and pinned host memory, or between two pools.
 
-    Between devices the copy is asynchronous and ordered on the current stream of the GPU; host memory must be pinned and
-    stay untouched until the stream has passed.
+    Between devices the copy is asynchronous and ordered on the current stream of the GPU; host memory must be pinned
+    and stay untouched until the stream has passed.
 
     Args:
         source_caches: one [num_blocks, ...] tensor per layer.
@@ -294,7 +293,8 @@ def gather_blocks(
         seq_lens: int32 [num_seqs].
         max_len: columns of the result. A longer sequence gives its last `max_len` tokens.
         dtype: of the result; None: the cache's, or float32 for an 8-bit cache.
-        key_scale, value_scale: as for `reshape_and_cache`; applied.
+        key_scale: as for `reshape_and_cache`; applied.
+        value_scale: likewise.
 
     Returns:
         key: [num_seqs, num_kv_heads, max_len, head_size], value: [..., head_size_v]. Right-aligned: the last token of a
@@ -310,6 +310,43 @@ def gather_blocks(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention
+
+
+def _attention_options(
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    mask: Tensor | None,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """The options that are not at their defaults: every keyword costs a call most of a microsecond, in every layer."""
+    options: dict[str, Any] = {}
+    if not causal:
+        options["causal"] = causal
+    if window_left != -1:
+        options["window_left"] = window_left
+    if window_right != -1:
+        options["window_right"] = window_right
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = _float32(alibi_slopes)
+    if sinks is not None:
+        options["sinks"] = _float32(sinks)
+    if key_scale is not None:
+        options["key_scale"] = key_scale
+    if value_scale is not None:
+        options["value_scale"] = value_scale
+    if mask is not None:
+        options["mask"] = mask
+    if deterministic:
+        options["deterministic"] = deterministic
+    return options
 
 
 def paged_attention(
@@ -345,8 +382,8 @@ def paged_attention(
         key_cache: [num_blocks, block_size, num_kv_heads, head_size], any strides, last dim contiguous; its dtype need
             not be the query's.
         value_cache: [num_blocks, block_size, num_kv_heads, head_size_v].
-        block_table: int32 [num_seqs, max_blocks]; entries outside 0 .. num_blocks - 1 make their keys invisible, columns
-            past ceil(seq_len / block_size) are never read.
+        block_table: int32 [num_seqs, max_blocks]; entries outside 0 .. num_blocks - 1 make their keys invisible,
+            columns past ceil(seq_len / block_size) are never read.
         seq_lens: int32 [num_seqs], keys each sequence holds, this step's included.
         cu_seqlens_q: int32 [num_seqs + 1], prefix sum of this step's query lengths. Tokens outside every span give 0.
         max_seqlen_q: an upper bound of the query lengths; it shapes the schedule, not the result.
@@ -357,7 +394,8 @@ def paged_attention(
         softcap: score = softcap * tanh(score / softcap); 0 is off.
         alibi_slopes: [num_heads]; adds slope * key position to the score.
         sinks: [num_heads], one logit more in each head's softmax, without a value.
-        key_scale, value_scale: as for `reshape_and_cache`.
+        key_scale: as for `reshape_and_cache`.
+        value_scale: likewise.
         mask: [num_tokens, num_heads or 1, width], bool (True is visible) or float32 (added to the score). Columns are
             aligned bottom-right: column c speaks of key seq_len - width + c; keys before the first are not masked.
         deterministic: make a row's bits independent of its neighbours in the batch.
@@ -365,16 +403,18 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads, head_size_v], contiguous, of the query's dtype.
 
-    Source: paged keys after Kwon et al. (SOSP 2023); one pass with an online softmax after Milakov and Gimelshein (2018)
-    and Dao et al., "FlashAttention" (2022); long rows split over the keys after "Flash-Decoding" (Dao et al., 2023).
+    Source: paged keys after Kwon et al. (SOSP 2023); one pass with an online softmax after Milakov and Gimelshein
+    (2018) and Dao et al., "FlashAttention" (2022); long rows split over the keys after "Flash-Decoding" (Dao et al.,
+    2023).
     """
     if torch.is_grad_enabled():
         _refuse_grad(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, mask=mask)
     return _paged_attention(  # type: ignore[no-any-return]
         query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
-        scale=scale, causal=causal, window_left=window_left, window_right=window_right, softcap=softcap,
-        alibi_slopes=_float32(alibi_slopes), sinks=_float32(sinks), key_scale=key_scale, value_scale=value_scale,
-        mask=mask, deterministic=deterministic,
+        scale=scale,
+        **_attention_options(
+            causal, window_left, window_right, softcap, alibi_slopes, sinks, key_scale, value_scale, mask, deterministic
+        ),
     )  # fmt: skip
 
 
@@ -410,20 +450,23 @@ def paged_attention_with_lse(
         _refuse_grad(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, mask=mask)
     return _paged_attention_with_lse(  # type: ignore[no-any-return]
         query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
-        scale=scale, causal=causal, window_left=window_left, window_right=window_right, softcap=softcap,
-        alibi_slopes=_float32(alibi_slopes), sinks=_float32(sinks), key_scale=key_scale, value_scale=value_scale,
-        mask=mask, deterministic=deterministic,
+        scale=scale,
+        **_attention_options(
+            causal, window_left, window_right, softcap, alibi_slopes, sinks, key_scale, value_scale, mask, deterministic
+        ),
     )  # fmt: skip
 
 
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each: shared prefixes, context parallel.
+    """Attention over the union of two disjoint sets of keys, from the attention over each: of a shared prefix, say.
 
     Args:
-        out_a, out_b: [num_tokens, num_heads, head_size_v], contiguous, of one dtype.
-        lse_a, lse_b: float32 [num_tokens, num_heads], natural log. -inf is the empty set, whose out is ignored.
+        out_a: [num_tokens, num_heads, head_size_v], contiguous.
+        lse_a: float32 [num_tokens, num_heads], natural log. -inf is the empty set, whose out is ignored.
+        out_b: as `out_a`, of the same dtype.
+        lse_b: as `lse_a`.
         sinks: [num_heads]; to be given in the last merge alone, with none in the parts.
 
     Returns:
@@ -439,7 +482,6 @@ def merge_attention_states(
 # Fakes: shapes, dtypes and devices of what an op returns. They see symbolic sizes.
 
 
-@torch.library.register_fake("paged_kv::allocate")
 def _allocate_fake(
     block_table: Tensor,
     seq_lens: Tensor,
@@ -459,7 +501,6 @@ def _allocate_fake(
     return slot_mapping, block_table.new_empty((num_pairs, 2), dtype=torch.int64)
 
 
-@torch.library.register_fake("paged_kv::gather_blocks")
 def _gather_blocks_fake(
     key_cache: Tensor,
     value_cache: Tensor,
@@ -480,14 +521,12 @@ def _gather_blocks_fake(
     )
 
 
-@torch.library.register_fake("paged_kv::paged_attention")
 def _paged_attention_fake(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *_tables: object, **_options: object
 ) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
 
 
-@torch.library.register_fake("paged_kv::paged_attention_with_lse")
 def _paged_attention_with_lse_fake(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *_tables: object, **_options: object
 ) -> tuple[Tensor, Tensor]:
@@ -495,7 +534,6 @@ def _paged_attention_with_lse_fake(
     return out, query.new_empty((query.shape[0], query.shape[1]), dtype=torch.float32)
 
 
-@torch.library.register_fake("paged_kv::merge_attention_states")
 def _merge_attention_states_fake(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -506,8 +544,15 @@ def _nothing_fake(*_args: object, **_options: object) -> None:
     """Of the ops that only write into their arguments."""
 
 
-for _name in ("free", "fork", "reshape_and_cache", "copy_blocks", "swap_blocks"):
-    torch.library.register_fake(f"paged_kv::{_name}", _nothing_fake)
+_FAKES: dict[str, Callable[..., Any]] = {
+    "allocate": _allocate_fake,
+    "gather_blocks": _gather_blocks_fake,
+    "merge_attention_states": _merge_attention_states_fake,
+    "paged_attention": _paged_attention_fake,
+    "paged_attention_with_lse": _paged_attention_with_lse_fake,
+}
+for _name in __all__:
+    torch.library.register_fake(f"paged_kv::{_name}", _FAKES.get(_name, _nothing_fake))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Plain-PyTorch twin of every op: the same names, order of arguments and meanings as `torch_paged_kv.ops`.
 
-It is the oracle of tests, docs and benchmarks, and what runs on a device type without kernels. It is written to be read:
-one sequence after the other, allocator state as Python lists, nothing fused. `csrc/ops.h` has the schemas.
+It is the oracle of tests, docs and benchmarks, and what runs on a device type without kernels. It is written to be
+read: one sequence after the other, allocator state as Python lists, nothing fused. `csrc/ops.h` has the schemas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -36,7 +37,7 @@ def _blocks_of(length: int, block_size: int) -> int:
 def _spans(cu_seqlens_q: Tensor, num_tokens: int) -> list[tuple[int, int]]:
     """[num_seqs + 1] prefix sum -> (begin, end) of every row, clamped into the batch."""
     edges = [min(max(edge, 0), num_tokens) for edge in cu_seqlens_q.tolist()]
-    return [(begin, max(begin, end)) for begin, end in zip(edges, edges[1:])]
+    return [(begin, max(begin, end)) for begin, end in pairwise(edges)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,6 +115,7 @@ def allocate(
     num_new: Tensor | None = None,
     retain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Give rows the blocks of their next tokens: (slot_mapping, block_mapping)."""
     state = _AllocatorState(block_table, seq_lens, free_ring, ref_counts, counters, block_size)
     spans = _spans(cu_seqlens_q, num_tokens)
     news = [end - begin for begin, end in spans] if num_new is None else num_new.tolist()
@@ -176,6 +178,7 @@ def free(
     new_lens: Tensor,
     block_size: int,
 ) -> None:
+    """Cut rows to `new_lens` and give back what nobody holds any more."""
     state = _AllocatorState(block_table, seq_lens, free_ring, ref_counts, counters, block_size)
     cuts = new_lens.tolist()
     for row, cut in enumerate(cuts):
@@ -200,6 +203,7 @@ def fork(
     destination_rows: Tensor,
     block_size: int,
 ) -> None:
+    """Make rows share the blocks of other rows."""
     state = _AllocatorState(block_table, seq_lens, free_ring, ref_counts, counters, block_size)
     sources, destinations = source_rows.tolist(), destination_rows.tolist()
     for name, rows in (("source_rows", sources), ("destination_rows", destinations)):
@@ -242,11 +246,9 @@ def _store(x: Tensor, cache: Tensor, block: Tensor, offset: Tensor, scale: Tenso
     largest = MAX_OF_DTYPE.get(cache.dtype)
     if scale is not None:
         x = x.float()
-    if scale is not None and _is_per_slot(scale):
-        if largest is None:
-            raise ValueError(f"a per-slot scale must go with an 8-bit cache, got {cache.dtype}")
+    if scale is not None and largest is not None and _is_per_slot(scale):
         absmax = x.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max).amax(-1)  # [num_tokens, num_kv_heads]
-        made = torch.where(absmax > 0, absmax / largest, 1.0)
+        made = torch.where(absmax / largest > 0, absmax / largest, 1.0)
         scale[block, offset] = made
         x = x / made[:, :, None]
     elif scale is not None:
@@ -270,6 +272,10 @@ def reshape_and_cache(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
+    """Write keys and values [num_tokens, num_kv_heads, head_size(_v)] into their slots."""
+    for name, cache, scale in (("key_scale", key_cache, key_scale), ("value_scale", value_cache, value_scale)):
+        if _is_per_slot(scale) and cache.dtype not in MAX_OF_DTYPE:
+            raise ValueError(f"{name} must be per tensor or per head for a {cache.dtype} cache, got a scale per slot")
     num_blocks, block_size = key_cache.shape[:2]
     written = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
     slots = slot_mapping[written]
@@ -290,19 +296,19 @@ def _move_blocks(sources: Sequence[Tensor], destinations: Sequence[Tensor], bloc
 
 @_no_grad
 def copy_blocks(key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    """Copy whole blocks inside caches; every read happens before any write."""
     caches = [*key_caches, *value_caches]
     _move_blocks(caches, caches, block_mapping)
 
 
 @_no_grad
-def swap_blocks(
-    source_caches: Sequence[Tensor], destination_caches: Sequence[Tensor], block_mapping: Tensor
-) -> None:
+def swap_blocks(source_caches: Sequence[Tensor], destination_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    """Copy whole blocks from one list of caches to another."""
     _move_blocks(source_caches, destination_caches, block_mapping)
 
 
 def _real_scale(scale: Tensor, blocks: Tensor) -> Tensor:
-    """The scale of every (position, head) of the given blocks [n]: broadcastable to [n, block_size, num_kv_heads, 1]."""
+    """The scales of the given blocks [n], broadcastable to [n, block_size, num_kv_heads, 1]."""
     return scale[blocks][..., None] if _is_per_slot(scale) else scale.reshape(-1, 1)
 
 
@@ -313,7 +319,7 @@ def _sequence(
     length: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence's keys (or values) [length, num_kv_heads, head_size], zero where no block is mapped; [length] mapped."""
+    """One sequence's keys or values [length, num_kv_heads, head_size], zero where unmapped; and [length], mapped."""
     block_size = cache.shape[1]
     blocks = entries[: _blocks_of(length, block_size)].long()
     mapped = (blocks >= 0) & (blocks < cache.shape[0])
@@ -337,6 +343,7 @@ def gather_blocks(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Dense, right-aligned keys and values [num_seqs, num_kv_heads, max_len, head_size(_v)]."""
     if dtype is None:
         dtype = torch.float32 if key_cache.dtype in MAX_OF_DTYPE else key_cache.dtype
     dense = []
@@ -376,7 +383,7 @@ def _visible(
 
 
 def _mask_columns(mask: Tensor, length: int) -> Tensor:
-    """mask [q_len, heads, width] -> [heads, q_len, length]: columns end at the last key, keys before them are unmasked."""
+    """[q_len, heads, width] -> [heads, q_len, length]: columns end at the last key, keys before them are unmasked."""
     missing = length - mask.shape[-1]
     neutral = 1 if mask.dtype == torch.bool else 0.0
     columns = torch.nn.functional.pad(mask, (max(missing, 0), 0), value=neutral)
@@ -417,7 +424,7 @@ def attention_in(
     float64 gives what a kernel is measured against, the query's own dtype the naive computation whose error it may
     at most double.
     """
-    num_tokens, num_heads, head_size = query.shape
+    num_tokens, num_heads = query.shape[:2]
     num_kv_heads, head_size_v = value_cache.shape[2:]
     capacity = block_table.shape[1] * key_cache.shape[1]
     out = query.new_zeros(num_tokens, num_heads, head_size_v, dtype=compute_dtype)
@@ -481,6 +488,7 @@ def paged_attention_with_lse(
     mask: Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Attention of packed queries over paged keys: (out, lse)."""
     out, lse = attention_in(
         torch.float32,
         query,
@@ -527,6 +535,7 @@ def paged_attention(
     mask: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
+    """Attention of packed queries over paged keys [num_tokens, num_heads, head_size_v]."""
     out, _ = paged_attention_with_lse(
         query,
         key_cache,
@@ -554,20 +563,28 @@ def paged_attention(
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys: (out, lse)."""
     out, lse = merge_in(torch.float32, out_a, lse_a, out_b, lse_b, sinks=sinks)
     return out.to(out_a.dtype), lse
 
 
 def merge_in(
-    compute_dtype: torch.dtype, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
+    compute_dtype: torch.dtype,
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`merge_attention_states` with every step, and both results, in `compute_dtype`."""
     lse_a, lse_b = lse_a.to(compute_dtype), lse_b.to(compute_dtype)  # [num_tokens, num_heads]
-    lse = torch.logaddexp(lse_a, lse_b)
-    total = lse if sinks is None else torch.logaddexp(lse, sinks.to(compute_dtype))
-    out = torch.zeros_like(out_a, dtype=compute_dtype)
-    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
-        empty = (part_lse == float("-inf"))[..., None]  # its out says nothing, and exp(-inf - -inf) is NaN
-        weight = torch.exp(part_lse - total)[..., None]
-        out += torch.where(empty, 0.0, weight * part.to(compute_dtype))
-    return out, lse
+    sink = torch.full_like(lse_a, float("-inf")) if sinks is None else sinks.to(compute_dtype).expand_as(lse_a)
+    largest = torch.maximum(torch.maximum(lse_a, lse_b), sink)
+    largest = torch.where(largest == float("-inf"), 0.0, largest)  # both empty: weights 0, not exp(-inf - -inf)
+    weight_a, weight_b, rest = (torch.exp(x - largest)[..., None] for x in (lse_a, lse_b, sink))
+    # An empty part's out says nothing, whatever it holds.
+    parts = [torch.where(w > 0, w * out.to(compute_dtype), 0.0) for w, out in ((weight_a, out_a), (weight_b, out_b))]
+    total = weight_a + weight_b + rest
+    out = torch.where(total > 0, (parts[0] + parts[1]) / total, 0.0)
+    return out, torch.logaddexp(lse_a, lse_b)

@@ -19,10 +19,18 @@
 
 namespace paged_kv {
 
-struct Float16 { uint16_t bits; };
-struct BFloat16 { uint16_t bits; };
-struct Float8E4M3 { uint8_t bits; };
-struct Float8E5M2 { uint8_t bits; };
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float8E4M3 {
+  uint8_t bits;
+};
+struct Float8E5M2 {
+  uint8_t bits;
+};
 
 // The largest finite value of an 8-bit type: per-slot scales map a row's absolute maximum to it.
 PAGED_KV_HOST_DEVICE static inline float max_of(DType dtype) {
@@ -30,13 +38,19 @@ PAGED_KV_HOST_DEVICE static inline float max_of(DType dtype) {
 }
 
 PAGED_KV_HOST_DEVICE static inline uint32_t bits_of(float value) {
-  union { float value; uint32_t bits; } both;
+  union {
+    float value;
+    uint32_t bits;
+  } both;
   both.value = value;
   return both.bits;
 }
 
 PAGED_KV_HOST_DEVICE static inline float float_of(uint32_t bits) {
-  union { uint32_t bits; float value; } both;
+  union {
+    uint32_t bits;
+    float value;
+  } both;
   both.bits = bits;
   return both.value;
 }
@@ -66,7 +80,6 @@ PAGED_KV_HOST_DEVICE static inline uint32_t round_magnitude(uint32_t magnitude) 
   const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(kSubnormalUnit)) - kSubnormalUnit;
   return choose_if_less(magnitude, kMinNormal, subnormal, normal);
 }
-
 
 PAGED_KV_HOST_DEVICE static inline float to_float(float value) { return value; }
 

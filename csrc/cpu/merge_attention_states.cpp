@@ -28,7 +28,7 @@ Weights weigh(float lse_a, float lse_b, const float* sink) {
 
 // A side without weight is not read into arithmetic: its rows may hold anything.
 template <class T>
-void merge_row(const T* __restrict a, const T* __restrict b, T* __restrict out, int64_t size, const Weights& weights) {
+void merge_row(const T* __restrict a, const T* __restrict b, T* __restrict out, int64_t size, Weights weights) {
   if (weights.a == 0.0f && weights.b == 0.0f) {
     for (int64_t i = 0; i < size; ++i) out[i] = from_float<T>(0.0f);
   } else if (weights.a == 0.0f || weights.b == 0.0f) {
@@ -36,8 +36,7 @@ void merge_row(const T* __restrict a, const T* __restrict b, T* __restrict out, 
     const float weight = weights.a == 0.0f ? weights.b : weights.a;
     for (int64_t i = 0; i < size; ++i) out[i] = from_float<T>(weight * to_float(only[i]));
   } else {
-    for (int64_t i = 0; i < size; ++i)
-      out[i] = from_float<T>(weights.a * to_float(a[i]) + weights.b * to_float(b[i]));
+    for (int64_t i = 0; i < size; ++i) out[i] = from_float<T>(weights.a * to_float(a[i]) + weights.b * to_float(b[i]));
   }
 }
 

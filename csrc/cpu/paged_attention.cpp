@@ -1,113 +1,209 @@
-// First version: one scalar loop per (token, head); correct for everything, fast for nothing.
-#include <cmath>
+// paged_attention on CPU: plans jobs and chunks, hands them to threads, picks the kernels of an instruction set.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-#include "../common/float8.h"
-#include "../common/slots.h"
+#include "attention_plan.h"
+#include "attention_policy.h"
 #include "kernels.h"
 #include "parallel.h"
 
 namespace paged_kv::cpu {
 namespace {
 
-float element(const void* data, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::float32: return static_cast<const float*>(data)[i];
-    case DType::float16: return to_float(static_cast<const Float16*>(data)[i]);
-    case DType::bfloat16: return to_float(static_cast<const BFloat16*>(data)[i]);
-    case DType::float8_e4m3fn: return to_float(static_cast<const Float8E4M3*>(data)[i]);
-    case DType::float8_e5m2: return to_float(static_cast<const Float8E5M2*>(data)[i]);
-    case DType::int8: return to_float(static_cast<const int8_t*>(data)[i]);
-  }
-  return 0.0f;
+#ifdef PAGED_KV_HAS_AVX2
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+#ifdef PAGED_KV_HAS_AVX512
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("f16c");
+}
+#endif
+
+struct Capability {
+  const AttentionKernels* kernels;
+  bool supported;
+};
+
+// Best first. The build defines PAGED_KV_HAS_* for the instruction sets that its compiler knows.
+std::vector<Capability> capabilities() {
+  return {
+#ifdef PAGED_KV_HAS_AVX512
+      {&kAttentionAvx512, has_avx512()},
+#endif
+#ifdef PAGED_KV_HAS_AVX2
+      {&kAttentionAvx2, has_avx2()},
+#endif
+      {&kAttentionGeneric, true},
+  };
 }
 
-void put(void* data, DType dtype, int64_t i, float value) {
-  if (dtype == DType::float32) static_cast<float*>(data)[i] = value;
-  if (dtype == DType::float16) static_cast<Float16*>(data)[i] = from_float<Float16>(value);
-  if (dtype == DType::bfloat16) static_cast<BFloat16*>(data)[i] = from_float<BFloat16>(value);
+// PAGED_KV_CPU_CAPABILITY names one; by default the best that this machine has.
+const AttentionKernels& choose_kernels() {
+  const char* wanted = std::getenv("PAGED_KV_CPU_CAPABILITY");
+  for (const Capability& capability : capabilities())
+    if (capability.supported && (!wanted || !*wanted || std::strcmp(wanted, capability.kernels->name) == 0))
+      return *capability.kernels;
+  throw std::invalid_argument(std::string("PAGED_KV_CPU_CAPABILITY must name an instruction set of this machine "
+                                          "(generic, avx2, avx512), got ") + wanted);
 }
 
-float scale_at(const Scale& scale, int64_t block, int64_t offset, int64_t head) {
-  return scale.kind == ScaleKind::none ? 1.0f : *scale_of(scale, block, offset, head);
-}
-
-void attend_row(const AttentionParams& p, int64_t seq, Span span, int64_t token, int64_t head, int64_t visible_tokens) {
-  const int64_t len = visible_tokens, kv_head = head / (p.num_heads / p.num_kv_heads);
-  const int64_t position = len - (span.end - span.begin) + token - span.begin;
-  const int64_t size = p.key_cache.head_size, size_v = p.value_cache.head_size;
-  int64_t low = p.window_left >= 0 ? position - p.window_left : 0;
-  int64_t high = p.window_right >= 0 ? position + p.window_right + 1 : len;
-  if (p.causal && position + 1 < high) high = position + 1;
-  low = low < 0 ? 0 : low;
-  high = high > len ? len : high;
-  std::vector<float> q(size), acc(size_v, 0.0f);
-  for (int64_t d = 0; d < size; ++d)
-    q[d] = element(p.query, p.query_dtype, token * p.query_token_stride + head * p.query_head_stride + d);
-  float max = -INFINITY, sum = 0.0f;
-  for (int64_t key = low; key < high; ++key) {
-    const int64_t block = p.block_table[seq * p.block_table_stride + key / p.block_size], offset = key % p.block_size;
-    if (!is_block(block, p.num_blocks)) continue;
-    const int64_t column = key - (len - p.mask.width);
-    const int64_t mask_at = token * p.mask.token_stride + head * p.mask.head_stride + column;
-    const bool masked = p.mask.kind != MaskKind::none && column >= 0;
-    if (masked && p.mask.kind == MaskKind::boolean && !static_cast<const uint8_t*>(p.mask.data)[mask_at]) continue;
-    const float bias = masked && p.mask.kind == MaskKind::additive ? static_cast<const float*>(p.mask.data)[mask_at] : 0;
-    if (bias == -INFINITY) continue;
-    const void* k = row_of(p.key_cache, block, offset, kv_head);
-    float score = 0.0f;
-    for (int64_t d = 0; d < size; ++d) score += q[d] * element(k, p.key_cache.dtype, d);
-    score *= p.scale * scale_at(p.key_cache.scale, block, offset, kv_head);
-    if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
-    if (p.alibi_slopes) score += p.alibi_slopes[head] * float(key);
-    score += bias;
-    if (score == -INFINITY) continue;
-    if (score > max) {
-      const float factor = std::exp(max - score);
-      for (float& x : acc) x *= factor;
-      sum *= factor;
-      max = score;
+// Memory that a thread keeps between calls.
+class Arena {
+ public:
+  ~Arena() { release(); }
+  char* reserve(int64_t bytes) {
+    if (bytes > size_) {
+      release();
+      data_ = static_cast<char*>(::operator new(size_t(bytes), std::align_val_t(64)));
+      size_ = bytes;
     }
-    const float weight = std::exp(score - max);
-    sum += weight;
-    const float v_scale = scale_at(p.value_cache.scale, block, offset, kv_head);
-    const void* v = row_of(p.value_cache, block, offset, kv_head);
-    for (int64_t d = 0; d < size_v; ++d) acc[d] += weight * v_scale * element(v, p.value_cache.dtype, d);
+    return data_;
   }
-  const int64_t row = token * p.num_heads + head;
-  if (p.lse) p.lse[row] = sum == 0.0f ? -INFINITY : max + std::log(sum);
-  if (p.sinks && sum != 0.0f) {
-    const float top = p.sinks[head] > max ? p.sinks[head] : max;
-    const float factor = std::exp(max - top);
-    for (float& x : acc) x *= factor;
-    sum = sum * factor + std::exp(p.sinks[head] - top);
+
+ private:
+  void release() {
+    if (data_) ::operator delete(data_, std::align_val_t(64));
+    data_ = nullptr;
+    size_ = 0;
   }
-  for (int64_t d = 0; d < size_v; ++d) put(p.out, p.query_dtype, row * size_v + d, sum == 0.0f ? 0.0f : acc[d] / sum);
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+struct Item {
+  int32_t job, chunk;
+  int64_t cost;
+};
+
+struct Plan {
+  std::vector<Job> jobs;
+  std::vector<Item> items;
+  int64_t total_cost, scratch_bytes, state_floats;
+};
+
+void zero_tokens(const AttentionParams& p, int64_t begin, int64_t end) {
+  if (begin >= end) return;
+  const int64_t row = p.num_heads * p.value_cache.head_size * size_of(p.query_dtype);
+  std::memset(static_cast<char*>(p.out) + begin * row, 0, size_t((end - begin) * row));
+  if (p.lse) std::fill(p.lse + begin * p.num_heads, p.lse + end * p.num_heads, -__builtin_inff());
 }
 
-void zero_token(const AttentionParams& p, int64_t token) {
-  for (int64_t head = 0; head < p.num_heads; ++head) {
-    const int64_t row = token * p.num_heads + head;
-    for (int64_t d = 0; d < p.value_cache.head_size; ++d) put(p.out, p.query_dtype, row * p.value_cache.head_size + d, 0);
-    if (p.lse) p.lse[row] = -INFINITY;
+// Tokens before the first span and behind the last belong to no sequence.
+void zero_outside(const AttentionParams& p) {
+  const int64_t first = p.num_seqs ? clamp(p.cu_seqlens_q[0], 0, p.num_tokens) : p.num_tokens;
+  const int64_t last = p.num_seqs ? clamp(p.cu_seqlens_q[p.num_seqs], 0, p.num_tokens) : p.num_tokens;
+  zero_tokens(p, 0, first);
+  zero_tokens(p, last, p.num_tokens);
+}
+
+// Keys that queries at positions first .. last see between them.
+KeyRange visible_to_any(const AttentionParams& p, int64_t seq_len, int64_t first, int64_t last) {
+  KeyRange keys{visible_keys(p, seq_len, first).begin, visible_keys(p, seq_len, last).end};
+  if (keys.end < keys.begin) keys.end = keys.begin;
+  return keys;
+}
+
+void add_jobs(const AttentionParams& p, int64_t seq, std::vector<Job>& jobs) {
+  const Span span = span_of(p.cu_seqlens_q, seq, p.num_tokens);
+  const int64_t queries = span.end - span.begin, group = p.num_heads / p.num_kv_heads;
+  const int64_t size = p.key_cache.head_size, size_v = p.value_cache.head_size;
+  if (queries == 0) return;
+  Job job{};
+  job.seq = seq;
+  job.seq_len = clamp(p.seq_lens[seq], 0, p.max_blocks * p.block_size);
+  job.tiled = policy::use_tiles(queries * group);
+  job.group_end = group;
+  job.num_chunks = 1;
+  const int64_t tile = job.tiled ? policy::tile_queries(group, size, size_v) : queries;
+  const int64_t heads = job.tiled ? 1 : policy::stream_heads(queries * group, size, size_v);
+  for (int64_t begin = 0; begin < queries; begin += tile) {
+    const int64_t end = std::min(begin + tile, queries);
+    job.query_begin = span.begin + begin;
+    job.query_end = span.begin + end;
+    job.position = job.seq_len - queries + begin;
+    job.keys = visible_to_any(p, job.seq_len, job.position, job.position + end - begin - 1);
+    for (int64_t head = 0; head < p.num_kv_heads; head += heads) {
+      job.kv_head_begin = head;
+      job.kv_head_end = std::min(head + heads, p.num_kv_heads);
+      jobs.push_back(job);
+    }
+  }
+}
+
+void split_job(const AttentionParams& p, const AttentionKernels& kernels, int64_t at, int threads, Plan& plan) {
+  Job& job = plan.jobs[size_t(at)];
+  const int64_t keys = job.keys.end - job.keys.begin;
+  const int64_t cost = policy::cost(job, p.key_cache.head_size, p.value_cache.head_size);
+  const double share = threads == 1 ? 0.0 : double(cost) * threads / double(plan.total_cost);
+  job.chunk_keys = policy::chunk_keys(keys, share, job.tiled, p.deterministic);
+  job.num_chunks = std::max<int64_t>(1, (keys + job.chunk_keys - 1) / job.chunk_keys);
+  job.pending = int32_t(job.num_chunks);
+  job.states = plan.state_floats;
+  if (job.num_chunks > 1) plan.state_floats += job.num_chunks * kernels.state_floats(p, job);
+  plan.scratch_bytes = std::max(plan.scratch_bytes, kernels.scratch_bytes(p, job));
+  for (int64_t chunk = 0; chunk < job.num_chunks; ++chunk)
+    plan.items.push_back({int32_t(at), int32_t(chunk), cost / job.num_chunks});
+}
+
+void make_plan(const AttentionParams& p, const AttentionKernels& kernels, int threads, Plan& plan) {
+  plan.jobs.clear();
+  plan.items.clear();
+  plan.total_cost = plan.scratch_bytes = plan.state_floats = 0;
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) add_jobs(p, seq, plan.jobs);
+  for (const Job& job : plan.jobs) plan.total_cost += policy::cost(job, p.key_cache.head_size, p.value_cache.head_size);
+  if (!policy::is_worth_threads(plan.total_cost)) threads = 1;
+  for (size_t i = 0; i < plan.jobs.size(); ++i) split_job(p, kernels, int64_t(i), threads, plan);
+  const auto longer = [](const Item& a, const Item& b) { return a.cost > b.cost; };
+  if (!std::is_sorted(plan.items.begin(), plan.items.end(), longer))
+    std::stable_sort(plan.items.begin(), plan.items.end(), longer);
+}
+
+// What the threads share: items are taken one by one, longest first.
+struct Work {
+  const AttentionParams& p;
+  const AttentionKernels& kernels;
+  Plan& plan;
+  float* states;
+  int64_t next;
+};
+
+void work(void* context, int64_t, int64_t) {
+  Work& work = *static_cast<Work*>(context);
+  thread_local Arena arena;
+  char* scratch = arena.reserve(work.plan.scratch_bytes);
+  const int64_t count = int64_t(work.plan.items.size());
+  for (;;) {
+    const int64_t at = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
+    if (at >= count) return;
+    const Item& item = work.plan.items[size_t(at)];
+    work.kernels.run(work.p, work.plan.jobs[size_t(item.job)], item.chunk, work.states, scratch);
   }
 }
 
 }  // namespace
 
 void paged_attention(const AttentionParams& params) {
-  for (int64_t token = 0; token < params.num_tokens; ++token) zero_token(params, token);
-  for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
-    struct Job { const AttentionParams* p; int64_t seq; Span span; int64_t len; };
-    Job job{&params, seq, span_of(params.cu_seqlens_q, seq, params.num_tokens),
-            clamp(params.seq_lens[seq], 0, params.max_blocks * params.block_size)};
-    const int64_t rows = (job.span.end - job.span.begin) * params.num_heads;
-    parallel_for(0, rows, 1, [](void* context, int64_t first, int64_t last) {
-      const Job& job = *static_cast<Job*>(context);
-      for (int64_t row = first; row < last; ++row)
-        attend_row(*job.p, job.seq, job.span, job.span.begin + row / job.p->num_heads, row % job.p->num_heads, job.len);
-    }, &job);
-  }
+  static const AttentionKernels& kernels = choose_kernels();
+  thread_local Plan plan;
+  thread_local Arena states;
+  zero_outside(params);
+  make_plan(params, kernels, num_threads(), plan);
+  const int64_t items = int64_t(plan.items.size());
+  if (items == 0) return;
+  Work shared{params, kernels, plan, reinterpret_cast<float*>(states.reserve(plan.state_floats * 4)), 0};
+  const int64_t workers = policy::is_worth_threads(plan.total_cost) ? std::min<int64_t>(num_threads(), items) : 1;
+  if (workers == 1) work(&shared, 0, 1);
+  else parallel_for(0, workers, 1, work, &shared);
 }
 
 }  // namespace paged_kv::cpu

@@ -5,11 +5,21 @@
 #include "elements.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "stream.h"
 
 namespace paged_kv::cpu {
 namespace {
 
 constexpr int64_t kBytesPerThread = 128 << 10;  // below, a second thread costs more than it saves
+
+template <int64_t kBytes>
+void stream_row(const void* source, void* destination, int64_t size, float) {
+  stream_copy(destination, source, size * kBytes);
+}
+
+RowFunction stream_row_of(DType dtype) {
+  return size_of(dtype) == 4 ? stream_row<4> : size_of(dtype) == 2 ? stream_row<2> : stream_row<1>;
+}
 
 using AbsmaxFunction = float (*)(const void* row, int64_t size);
 
@@ -42,11 +52,18 @@ struct Run {
   int64_t token, block, offset, count;
 };
 
-Side make_side(const void* source, DType dtype, int64_t token_stride, int64_t head_stride, const Cache& cache) {
+// Do all rows of a cache consist of whole cache lines?
+bool rows_can_stream(const Cache& cache) {
+  const int64_t strides = cache.block_stride | cache.slot_stride | cache.head_stride | cache.head_size;
+  return can_stream(cache.data, strides * size_of(cache.dtype));
+}
+
+Side make_side(const void* source, DType dtype, int64_t token_stride, int64_t head_stride, const Cache& cache,
+               bool large) {
   const int64_t bytes = size_of(dtype);
   Side side{static_cast<const char*>(source), token_stride * bytes, head_stride * bytes, cache, nullptr, nullptr};
   if (dtype == cache.dtype && cache.scale.kind == ScaleKind::none) {
-    side.store = copy_row_of(dtype);
+    side.store = large && rows_can_stream(cache) ? stream_row_of(dtype) : copy_row_of(dtype);
     return side;
   }
   visit_float(dtype, [&](auto from) {
@@ -104,17 +121,20 @@ void store_tokens(void* context, int64_t first, int64_t last) {
     }
     token += run.count;
   }
+  stream_fence();
 }
 
 }  // namespace
 
 void reshape_and_cache(const ReshapeAndCacheParams& params) {
-  Context context{params,
-                  make_side(params.key, params.dtype, params.key_token_stride, params.key_head_stride, params.key_cache),
-                  make_side(params.value, params.dtype, params.value_token_stride, params.value_head_stride,
-                            params.value_cache)};
   const int64_t token_bytes =
       params.num_kv_heads * (params.key_cache.head_size + params.value_cache.head_size) * size_of(params.dtype);
+  const bool large = params.num_tokens * token_bytes >= kStreamBytes;
+  Context context{
+      params,
+      make_side(params.key, params.dtype, params.key_token_stride, params.key_head_stride, params.key_cache, large),
+      make_side(params.value, params.dtype, params.value_token_stride, params.value_head_stride, params.value_cache,
+                large)};
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(1, token_bytes));
   parallel_for(0, params.num_tokens, grain, store_tokens, &context);
 }

@@ -65,6 +65,20 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
+// Programmatic dependent launch: the next launch on the stream is brought up while this one runs ...
+__device__ inline void let_dependents_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// ... and waits here until everything the launch before it wrote can be seen.
+__device__ inline void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 struct Slot {
   int64_t block, offset;
 };

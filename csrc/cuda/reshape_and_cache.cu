@@ -1,4 +1,5 @@
 // Writes new keys and values into the slots of the pool. Memory bound: docs/kernels/reshape_and_cache.md.
+#include <cfloat>
 #include <type_traits>
 
 #include "device.cuh"
@@ -106,8 +107,9 @@ __global__ void __launch_bounds__(kThreads) quantise_rows(const __grid_constant_
   if (side.cache.scale.kind == ScaleKind::per_slot) {
     float largest = 0.0f;
     for (int64_t i = lane; i < side.cache.head_size; i += kWarp) largest = fmaxf(largest, fabsf(to_float(source[i])));
-    largest = warp_max(largest);
-    if (largest != 0.0f) scale = __fdiv_rn(largest, max_of(side.cache.dtype));
+    largest = fminf(warp_max(largest), FLT_MAX);  // infinities saturate, NaN does not count
+    scale = __fdiv_rn(largest, max_of(side.cache.dtype));
+    if (scale == 0.0f) scale = 1.0f;
     if (lane == 0) *scale_of(side.cache.scale, slot.block, slot.offset, head) = scale;
   } else {
     scale = row_scale(side.cache.scale, head);

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,18 +30,34 @@ from torch_paged_kv import cache as core
 from torch_paged_kv.cache import Step
 from torch_paged_kv.storage import KVPool
 
-MAJOR = int(transformers.__version__.split(".")[0])
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 # Model types whose attention does not go from `update` straight to a looked-up attention function.
+_ATTENDS_ON_ITS_OWN = (
+    "autoformer bark big_bird bigbird_pegasus blip blip_text_model bloom clvp clvp_decoder codegen cpmant ctrl falcon "
+    "flaubert fsmt git gpt_neo gpt_neox_japanese gptj imagegpt informer kyutai_speech_to_text led megatron-bert mimi "
+    "moshi mpt mvp prophetnet recurrent_gemma reformer rembert roformer seamless_m4t seamless_m4t_v2 speecht5 tapas "
+    "trocr unlimited_ocr xglm xlm"
+)
+_COMPUTES_WITH_THE_HISTORY = (
+    "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots3_note "
+    "glm4_moe_lite glm5_next glm_moe_dsa hy_v4 hy_v4_vl idefics inkling jetmoe kimi_linear longcat_flash longt5 "
+    "minicpm3 minimax_m3_vl mistral4 moonshine moonshine_streaming mt5 pix2struct pix2struct_text_model pop2piano "
+    "switch_transformers t5 t5gemma2 udop umt5 youtu"
+)
+_BEFORE_5_17 = "nemotron"
+_BEFORE_5 = (
+    "bert bert-generation bridgetower camembert data2vec-text dbrx electra ernie jamba olmoe phimoe qwen2_moe roberta "
+    "roberta-prelayernorm roc_bert stablelm xlm-roberta xlm-roberta-xl xmod"
+)
 GATHERED_MODELS = frozenset(
-    # attend on their own
-    "autoformer bark big_bird bigbird_pegasus blip blip_text_model bloom clvp clvp_decoder cpmant falcon flaubert fsmt "
-    "git gpt_neo gpt_neox_japanese imagegpt informer led megatron-bert mpt mvp prophetnet reformer rembert roformer "
-    "speecht5 tapas trocr unlimited_ocr xglm xlm "
-    # compute with the whole key or value history first
-    "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots3_note glm4_moe_lite glm_moe_dsa "
-    "hy_v4 idefics inkling jetmoe kimi_linear longcat_flash longt5 minicpm3 minimax_m3_vl mistral4 moonshine mt5 "
-    "pix2struct pix2struct_text_model pop2piano switch_transformers t5 t5gemma2 udop umt5 youtu".split()
+    f"{_ATTENDS_ON_ITS_OWN} {_COMPUTES_WITH_THE_HISTORY} {_BEFORE_5_17 if VERSION < (5, 17) else ''} "
+    f"{_BEFORE_5 if VERSION < (5,) else ''}".split()
+)
+
+# Attention implementations whose meaning the ops reproduce. None: a config that no model has taken yet.
+REPLACED_ATTENTION = frozenset(
+    [None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 )
 
 _counts = {"direct": 0, "gathered": 0}
@@ -60,6 +77,7 @@ def _count(path: str) -> None:
 class Handle:
     """What the key tensor returned by ``update`` carries."""
 
+    cache: PagedKVCache
     layer: PagedLayer
     step: Step
 
@@ -71,13 +89,21 @@ class PagedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, owner: PagedKVCache, index: int, window: int | None) -> None:
-        self.owner = owner
+        self._owner = weakref.ref(owner)  # a strong one would keep a dropped cache, and its blocks, until the next gc
         self.index = index  # among the paged layers
         self.window = window
         self.is_sliding = window is not None
         if window is not None:
             self.sliding_window = window
             self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
+
+    @property
+    def owner(self) -> PagedKVCache:
+        """The cache that the layer is of."""
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("the layer must be used while its PagedKVCache lives")
+        return owner
 
     @property
     def is_initialized(self) -> bool:
@@ -181,7 +207,6 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         transformers.Cache.__init__(self, layers=layers)
         self._mode = mode
         self._direct = mode != "gather"
-        self._pending: PagedLayer | None = None  # wrote, and has not attended yet
         self._config: Any = None
         if config is not None:
             self._take_config(config)
@@ -203,18 +228,22 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         """
         while self._windows is None and len(self.layers) <= layer_idx:
             self.layers.append(PagedLayer(self, len(self.layers), None))
-        return DynamicCache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, PagedLayer):
+            return self.update_layer(layer, key_states, value_states)
+        states: tuple[Tensor, Tensor] = DynamicCache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
+        return states
 
     def update_layer(self, layer: PagedLayer, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`update` for a paged layer."""
+        _mask_owner[0] = None
         self._check_pending(layer)
         step = self.write(layer.index, key_states, value_states)
         if not self._direct:
             _count("gathered")
             return self.gather(layer.index)
-        self._pending = layer
         key = key_states.view_as(key_states)  # an object of its own to carry the handle
-        key._paged_kv = Handle(layer, step)  # type: ignore[attr-defined]
+        key._paged_kv = self._progress.pending = Handle(self, layer, step)  # type: ignore[attr-defined]
         return key, value_states
 
     def attention(
@@ -243,7 +272,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             raise ValueError(f"dropout must be 0 with a PagedKVCache, got {dropout}: call model.eval()")
         if position_bias is not None:
             raise ValueError('position_bias must be None on the direct path: use PagedKVCache(config, mode="gather")')
-        self._pending = None
+        self._progress.pending = None
         _count("direct")
         layer = handle.layer
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -263,6 +292,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     def mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Number of key positions with the coming ones, and the first of them. The mask function is called next."""
         length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        self._choose_path()  # the model's attention implementation may have been set since
         if self._direct:
             _mask_owner[0] = self
         # A compiled graph has no number of positions that would stay true, and the direct path needs none.
@@ -270,10 +300,18 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Number of key positions with the coming ones, and the first of them."""
-        if layer_idx >= len(self.layers):
+        if layer_idx >= len(self.layers) or isinstance(self.layers[layer_idx], PagedLayer):
             return self.mask_sizes(query_length)
         sizes: tuple[int, int] = DynamicCache.get_mask_sizes(self, query_length, layer_idx)
         return sizes
+
+    def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
+        """Positions a layer has seen, padding included; inside a compiled graph a 0-dim tensor."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, PagedLayer):
+            return self.seen_by(layer.index)
+        length: int = DynamicCache.get_seq_length(self, layer_idx)
+        return length
 
     def make_mask(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The mask of the coming forward: None where causality, window and padding say it all, else a dense one.
@@ -295,8 +333,9 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         """Positions a paged layer has seen: those of the running step only once it has written them."""
         compiling = torch.compiler.is_compiling()
         seen: Any = self._rows.seen if compiling and self._rows is not None else self.seen
-        if index > 0 and self._step is not None and index > self._step.written:
-            return seen - self._step.length
+        step = self._progress.step if index > 0 else None
+        if step is not None and index > step.written:
+            return seen - step.length
         return seen
 
     # ---- what generate calls --------------------------------------------------------------------------------------
@@ -325,7 +364,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         0 removes nothing, or everything before Transformers 5, as there.
         """
         tokens = int(tokens)
-        relative = tokens < 0 or (tokens == 0 and MAJOR >= 5)
+        relative = tokens < 0 or (tokens == 0 and VERSION >= (5,))
         self.truncate(max(0, self.seen + tokens) if relative else tokens)
         for layer in self._other_layers():
             layer.crop(tokens)
@@ -340,7 +379,6 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     def reset(self) -> None:
         """Give every block back; the pool keeps its memory."""
         core.PagedKVCache.reset(self)
-        self._pending = None
         for layer in self._other_layers():
             layer.reset()
 
@@ -382,27 +420,40 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             if layers:
                 self._set_windows([layer.window for layer in layers if isinstance(layer, PagedLayer)])
         self._config = config
-        if self._mode == "auto":
-            self._direct = not _needs_gather(config)
+        self._choose_path()
+
+    def _choose_path(self) -> None:
+        if self._mode == "auto" and self._config is not None and not torch.compiler.is_compiling():
+            self._direct = not _needs_gather(self._config)
 
     def _other_layers(self) -> Iterable[Any]:
         return (layer for layer in self.layers if not isinstance(layer, PagedLayer))
 
     def _check_pending(self, layer: PagedLayer) -> None:
         """Whether the last layer that wrote has attended. One left over from a forward that failed is forgotten."""
-        pending, self._pending = self._pending, None
-        if pending is None or (layer.index == 0 and pending.index != len(self._places) - 1):
+        progress = self._progress
+        pending: Handle | None = progress.pending
+        progress.pending = None
+        if pending is None or (layer.index == 0 and pending.layer.index != len(self._places) - 1):
+            return
+        if self._mode == "auto" and self._config is None and self.seen == pending.step.length:
+            # A model that never asked for a mask, in its first step: the new keys and values were all there are, so its
+            # own attention was right until here, and from here on it is given gathered ones.
+            self._direct = False
             return
         raise RuntimeError(
-            f"layer {pending.index} must attend to what it wrote through Transformers' attention interface, and did not: "
-            'this model needs PagedKVCache(config, mode="gather")'
+            f"layer {pending.layer.index} must attend to what it wrote through Transformers' attention interface, and "
+            'did not: this model needs PagedKVCache(config, mode="gather")'
         )
 
 
 def _needs_gather(config: Any) -> bool:
     text_config = config.get_text_config(decoder=True)
-    if not hasattr(modeling_utils.AttentionInterface, "get_interface") and text_config._attn_implementation == "eager":
+    attention = text_config._attn_implementation
+    if attention == "eager" and not hasattr(modeling_utils.AttentionInterface, "get_interface"):
         return True  # before Transformers 5 eager attention is not looked up
+    if attention not in REPLACED_ATTENTION:
+        return True  # a function of the user's own, whose meaning we do not know
     return bool(GATHERED_MODELS & {config.model_type, text_config.model_type})
 
 
@@ -430,7 +481,7 @@ def _attend(
     handle: Handle | None = getattr(key, "_paged_kv", None)
     if handle is None:
         return original(module, query, key, value, attention_mask, **kwargs)
-    return handle.layer.owner.attention(handle, module, query, attention_mask, **kwargs)
+    return handle.cache.attention(handle, module, query, attention_mask, **kwargs)
 
 
 def _is_plain(arguments: dict[str, Any], length: int) -> bool:

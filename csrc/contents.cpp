@@ -1,0 +1,99 @@
+#include "contents.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <unordered_set>
+
+namespace paged_kv {
+
+bool debug_mode() {
+  static const bool on = [] {
+    const char* value = std::getenv("PAGED_KV_DEBUG");
+    return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+  }();
+  return on;
+}
+
+void check_spans(const Argument& cu_seqlens_q, int64_t num_seqs, int64_t num_tokens) {
+  const HostView<int32_t> spans(cu_seqlens_q);
+  for (int64_t i = 0; i <= num_seqs; ++i) {
+    spans.require_within(i, 0, num_tokens, "index");
+    if (i > 0 && spans[i] < spans[i - 1])
+      fail(cu_seqlens_q.full_name(), "ascend",
+           text(spans[i]) + " after " + text(spans[i - 1]) + " at row " + text(i - 1));
+  }
+}
+
+void check_lengths(const Argument& seq_lens, int64_t most) {
+  const HostView<int32_t> lengths(seq_lens);
+  for (int64_t row = 0; row < lengths.size(); ++row) lengths.require_within(row, 0, most, "row");
+}
+
+void check_table(const Argument& block_table, const Argument& seq_lens, int64_t block_size, int64_t num_blocks) {
+  const HostView<int32_t> table(block_table);
+  const HostView<int32_t> lengths(seq_lens);
+  for (int64_t row = 0; row < lengths.size(); ++row) {
+    const int64_t used = (lengths[row] + block_size - 1) / block_size;
+    for (int64_t column = 0; column < used; ++column) {
+      const int64_t block = table(row, column);
+      if (block < -1 || block >= num_blocks)
+        fail(block_table.full_name(), "hold blocks in -1 .. " + text(num_blocks - 1),
+             text(block) + " at row " + text(row) + ", column " + text(column));
+    }
+  }
+}
+
+void check_longest_query(const Argument& cu_seqlens_q, int64_t num_seqs, int64_t max_seqlen_q) {
+  const HostView<int32_t> spans(cu_seqlens_q);
+  for (int64_t row = 0; row < num_seqs; ++row) {
+    const int64_t length = spans[row + 1] - spans[row];
+    if (length > max_seqlen_q)
+      fail("max_seqlen_q", "be at least the query length " + text(length) + " of row " + text(row), text(max_seqlen_q));
+  }
+}
+
+void check_slots(const Argument& slot_mapping, int64_t num_slots) {
+  const HostView<int64_t> slots(slot_mapping);
+  std::unordered_set<int64_t> seen;
+  for (int64_t token = 0; token < slots.size(); ++token) {
+    slots.require_within(token, -1, num_slots - 1, "token");
+    if (slots[token] >= 0 && !seen.insert(slots[token]).second)
+      fail(slot_mapping.full_name(), "hold each slot once", text(slots[token]) + " again at token " + text(token));
+  }
+}
+
+void check_block_mapping(const Argument& block_mapping, int64_t source_blocks, int64_t destination_blocks) {
+  const HostView<int64_t> pairs(block_mapping);
+  std::unordered_set<int64_t> written;
+  for (int64_t pair = 0; pair < pairs.size(); ++pair) {
+    const int64_t limits[2] = {source_blocks, destination_blocks};
+    for (int64_t column = 0; column < 2; ++column) {
+      const int64_t block = pairs(pair, column);
+      if (block < -1 || block >= limits[column])
+        fail(block_mapping.full_name(), "hold blocks in -1 .. " + text(limits[column] - 1),
+             text(block) + " at row " + text(pair) + ", column " + text(column));
+    }
+    const int64_t destination = pairs(pair, 1);
+    if (pairs(pair, 0) >= 0 && destination >= 0 && !written.insert(destination).second)
+      fail(block_mapping.full_name(), "hold each destination once", text(destination) + " again at row " + text(pair));
+  }
+}
+
+void check_counts(const Argument& block_table, const Argument& ref_counts) {
+  const HostView<int32_t> table(block_table);
+  const HostView<int32_t> counts(ref_counts);
+  const int64_t max_blocks = block_table.sizes[block_table.dim - 1];
+  const int64_t num_seqs = block_table.sizes[block_table.dim - 2];
+  const int64_t num_blocks = counts.size();
+  for (int64_t i = 0; i < block_table.numel(); ++i) {
+    const int64_t block = table[i];
+    const bool valid = block >= -1 && block < num_blocks;
+    if (valid && (block == -1 || counts[block] > 0)) continue;
+    const std::string place = " at row " + text(i / max_blocks % num_seqs) + ", column " + text(i % max_blocks);
+    if (!valid) fail("block_table", "hold blocks in -1 .. " + text(num_blocks - 1), text(block) + place);
+    fail("ref_counts", "count every block that block_table holds",
+         text(counts[block]) + " for block " + text(block) + place);
+  }
+}
+
+}  // namespace paged_kv

@@ -1,0 +1,45 @@
+// Sizes chosen for paged_attention: pure functions, with the measurement that chose them (docs/kernels/cpu_attention.md).
+#pragma once
+
+#include "attention_plan.h"
+
+namespace paged_kv::cpu::policy {
+
+// Packing keys pays from about this many rows per KV head.
+static inline bool use_tiles(int64_t rows_per_head) { return rows_per_head >= 16; }
+
+// Queries of a tile job: its rows' queries and accumulators stay in the L2 cache beside the packed keys.
+static inline int64_t tile_queries(int64_t group, int64_t head_size, int64_t head_size_v) {
+  const int64_t rows = clamp(int64_t{288} * 256 / (head_size + head_size_v), 48, 384);
+  return rows < group ? 1 : rows / group;
+}
+
+// KV heads of a stream job: their queries and accumulators stay in the L2 cache.
+static inline int64_t stream_heads(int64_t rows_per_head, int64_t head_size, int64_t head_size_v) {
+  const int64_t heads = int64_t{256} * 1024 / (4 * rows_per_head * (head_size + head_size_v));
+  return heads < 1 ? 1 : heads;
+}
+
+// Keys of a chunk of a job that sees `keys` keys and does `share` of a thread's fair part of the whole call. A fixed
+// size makes a sequence's result independent of what else is in the batch.
+static inline int64_t chunk_keys(int64_t keys, double share, bool tiled, bool deterministic) {
+  const int64_t fixed = tiled ? 1024 : 256, smallest = tiled ? 256 : 128;
+  if (deterministic) return fixed;
+  int64_t chunks = int64_t(share * 4.0 + 0.5);  // four items a thread even out what runs beside
+  const int64_t most = keys / smallest;
+  chunks = chunks > most ? most : chunks;
+  if (chunks <= 1) return keys > 0 ? keys : 1;
+  return (keys + chunks - 1) / chunks;
+}
+
+// Relative time of a job: bytes it streams and products it computes, in units that need only compare.
+static inline int64_t cost(const Job& job, int64_t head_size, int64_t head_size_v) {
+  const int64_t keys = job.keys.end - job.keys.begin + 16;
+  const int64_t per_key = job.tiled ? job.rows_per_head() + 32 : 16 + job.rows_per_head();
+  return keys * job.num_kv_heads() * per_key * (head_size + head_size_v);
+}
+
+// Below this cost a second thread costs more than it brings.
+static inline bool is_worth_threads(int64_t total_cost) { return total_cost > 1 << 20; }
+
+}  // namespace paged_kv::cpu::policy

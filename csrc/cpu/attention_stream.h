@@ -1,0 +1,330 @@
+// The stream kernel: few rows per KV head (decode, speculative steps). K and V are read once, row by row, straight
+// from the cache. Tiles of keys are outermost and KV heads inside, so that a block's heads, adjacent in the pool the
+// library makes, are read as one stream; while one tile is worked on the next is prefetched.
+#pragma once
+
+#include "attention_rows.h"
+
+namespace paged_kv::cpu {
+namespace {
+
+constexpr int kTileKeys = 2 * kLanes < 16 ? 16 : 2 * kLanes;
+constexpr int kVectorRegisters = kLanes == 16 ? 32 : 16;
+
+// Rows of the cache that are wanted soon.
+struct Prefetch {
+  const char* rows;
+  const int64_t* offsets;
+  int count, bytes;
+
+  PAGED_KV_INLINE void fetch(int first, int n) const {
+    for (int i = first; i < first + n && i < count; ++i)
+      for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(rows + offsets[i] + byte);
+  }
+};
+
+// How queries meet keys. FloatDot: keys are converted to float. BFloat16Dot: bfloat16 products, float sums.
+template <class T>
+struct FloatDot {
+  static constexpr int kVectors = 2;
+  static constexpr int kQueryFloats = kPair;  // floats of a packed query per kPair elements
+  struct Chunk { Vec v[kVectors]; };
+  PAGED_KV_INLINE static Chunk load_keys(const char* p, int d) {
+    const Pair x = Elements<T>::load(p + d * sizeof(T));
+    return {{x.a, x.b}};
+  }
+  PAGED_KV_INLINE static Chunk load_keys(const char* p, int d, int n) {
+    const Pair x = Elements<T>::load(p + d * sizeof(T), n);
+    return {{x.a, x.b}};
+  }
+  PAGED_KV_INLINE static Vec madd(Vec sum, Vec q, Vec k) { return fma(q, k, sum); }
+};
+
+struct BFloat16Dot;  // defined where the instruction set has it
+
+template <class Dot, int kRows>
+struct ScoreBlock {
+  static constexpr int kKeys = kLanes / kRows;  // kRows x kKeys accumulators: sum_each yields one vector
+  static constexpr bool kHoldQueries = kLanes + kRows * Dot::kVectors + 2 <= kVectorRegisters;
+  using Chunk = typename Dot::Chunk;
+
+  PAGED_KV_INLINE static void step(const Chunk (&k)[kKeys], const float* q, int64_t stride, Vec (&sum)[kLanes]) {
+#pragma GCC unroll 2
+    for (int half = 0; half < Dot::kVectors; ++half)
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        Vec x = load(q + r * stride + half * kLanes);
+        keep_in_register(x);
+#pragma GCC unroll 16
+        for (int c = 0; c < kKeys; ++c) sum[r * kKeys + c] = Dot::madd(sum[r * kKeys + c], x, k[c].v[half]);
+      }
+  }
+
+  // As step, with the queries held in registers while keys pass by.
+  template <class Load>
+  PAGED_KV_INLINE static void step_keys(Load load_chunk, const float* q, int64_t stride, Vec (&sum)[kLanes]) {
+    Vec x[kRows][Dot::kVectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int half = 0; half < Dot::kVectors; ++half) {
+        x[r][half] = load(q + r * stride + half * kLanes);
+        keep_in_register(x[r][half]);
+      }
+#pragma GCC unroll 16
+    for (int c = 0; c < kKeys; ++c) {
+      const Chunk k = load_chunk(c);
+#pragma GCC unroll 2
+      for (int half = 0; half < Dot::kVectors; ++half)
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sum[r * kKeys + c] = Dot::madd(sum[r * kKeys + c], x[r][half], k.v[half]);
+    }
+  }
+
+  template <class Load>
+  PAGED_KV_INLINE static void advance(Load load_chunk, const float* q, int64_t stride, Vec (&sum)[kLanes]) {
+    if constexpr (kHoldQueries) {
+      step_keys(load_chunk, q, stride, sum);
+    } else {
+      Chunk k[kKeys];
+#pragma GCC unroll 16
+      for (int c = 0; c < kKeys; ++c) k[c] = load_chunk(c);
+      step(k, q, stride, sum);
+    }
+  }
+};
+
+// scores[r][t] = q[r] . k[t] for kRows rows and all keys of the list, padded ones included.
+template <class Dot, int kRows>
+void score_rows(const char* keys, const KeyList& list, int size, const float* q, int64_t stride, float* scores,
+                const Prefetch& ahead) {
+  using Block = ScoreBlock<Dot, kRows>;
+  constexpr int kKeys = Block::kKeys;
+  for (int t = 0; t < list.count; t += kKeys) {
+    const char* row[kKeys];
+#pragma GCC unroll 16
+    for (int c = 0; c < kKeys; ++c) row[c] = keys + list.key[t + c];
+    ahead.fetch(t, kKeys);
+    Vec sum[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) sum[i] = zero();
+    int d = 0;
+    const float* qd = q;
+    for (; d + kPair <= size; d += kPair, qd += Dot::kQueryFloats)
+      Block::advance([&](int c) { return Dot::load_keys(row[c], d); }, qd, stride, sum);
+    if (d < size) Block::advance([&](int c) { return Dot::load_keys(row[c], d, size - d); }, qd, stride, sum);
+    store_rows<kRows>(scores + t, kTileKeys, sum_each(sum));
+  }
+}
+
+// accumulator[r][d] += weights[r][t] * v[t][d] over the list, for kRows rows and kPairs pairs of vectors from d on.
+template <class T, int kRows, int kPairs>
+PAGED_KV_INLINE void add_values_at(const char* values, const KeyList& list, int d, int n, const float* weights,
+                                   float* accumulator, int64_t width, const Prefetch& ahead) {
+  Vec a[kRows][2 * kPairs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * kPairs; ++i) a[r][i] = load(accumulator + r * width + d + i * kLanes);
+  for (int t = 0; t < list.count; ++t) {
+    const char* row = values + list.value[t] + d * sizeof(T);
+    ahead.fetch(t, 1);
+    Vec w[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) w[r] = set1(weights[r * kTileKeys + t]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i) {
+      const char* p = row + i * kPair * sizeof(T);
+      const Pair v = n < kPair * kPairs ? Elements<T>::load(p, n - i * kPair) : Elements<T>::load(p);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        a[r][2 * i] = fma(w[r], v.a, a[r][2 * i]);
+        a[r][2 * i + 1] = fma(w[r], v.b, a[r][2 * i + 1]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * kPairs; ++i) store(accumulator + r * width + d + i * kLanes, a[r][i]);
+}
+
+template <class T, int kRows>
+void add_values(const char* values, const KeyList& list, int size, const float* weights, float* accumulator,
+                int64_t width, const Prefetch& ahead) {
+  constexpr int kPairs = kVectorRegisters / 2 / (2 * kRows) > 4 ? 4 : kVectorRegisters / 2 / (2 * kRows);
+  const Prefetch done{nullptr, nullptr, 0, 0};
+  int d = 0;
+  for (; d + kPairs * kPair <= size; d += kPairs * kPair)
+    add_values_at<T, kRows, kPairs>(values, list, d, kPairs * kPair, weights, accumulator, width, d ? done : ahead);
+  if constexpr (kPairs > 2)
+    for (; d + 2 * kPair <= size; d += 2 * kPair)
+      add_values_at<T, kRows, 2>(values, list, d, 2 * kPair, weights, accumulator, width, d ? done : ahead);
+  for (; d + kPair <= size; d += kPair)
+    add_values_at<T, kRows, 1>(values, list, d, kPair, weights, accumulator, width, d ? done : ahead);
+  if (d < size) add_values_at<T, kRows, 1>(values, list, d, size - d, weights, accumulator, width, d ? done : ahead);
+}
+
+// All rows of a KV head, in groups of 4, 2 and 1.
+using ScoreFunction = void (*)(const char* keys, const KeyList& list, int size, const float* q, int64_t stride,
+                               int rows, float* scores, const Prefetch& ahead);
+using ValueFunction = void (*)(const char* values, const KeyList& list, int size, const float* weights, int rows,
+                               float* accumulator, int64_t width, const Prefetch& ahead);
+
+template <class Dot>
+void score_all(const char* keys, const KeyList& list, int size, const float* q, int64_t stride, int rows,
+               float* scores, const Prefetch& ahead) {
+  const Prefetch done{nullptr, nullptr, 0, 0};
+  int r = 0;
+  for (; r + 4 <= rows; r += 4)
+    score_rows<Dot, 4>(keys, list, size, q + r * stride, stride, scores + r * kTileKeys, r ? done : ahead);
+  for (; r + 2 <= rows; r += 2)
+    score_rows<Dot, 2>(keys, list, size, q + r * stride, stride, scores + r * kTileKeys, r ? done : ahead);
+  for (; r < rows; ++r)
+    score_rows<Dot, 1>(keys, list, size, q + r * stride, stride, scores + r * kTileKeys, r ? done : ahead);
+}
+
+template <class T>
+void add_all_values(const char* values, const KeyList& list, int size, const float* weights, int rows,
+                    float* accumulator, int64_t width, const Prefetch& ahead) {
+  const Prefetch done{nullptr, nullptr, 0, 0};
+  int r = 0;
+  for (; r + 4 <= rows; r += 4)
+    add_values<T, 4>(values, list, size, weights + r * kTileKeys, accumulator + r * width, width, r ? done : ahead);
+  for (; r + 2 <= rows; r += 2)
+    add_values<T, 2>(values, list, size, weights + r * kTileKeys, accumulator + r * width, width, r ? done : ahead);
+  for (; r < rows; ++r)
+    add_values<T, 1>(values, list, size, weights + r * kTileKeys, accumulator + r * width, width, r ? done : ahead);
+}
+
+// bfloat16 queries on a bfloat16 cache meet as they are, where the instruction set has the product.
+#ifdef __AVX512BF16__
+struct BFloat16Dot {
+  static constexpr int kVectors = 1;
+  static constexpr int kQueryFloats = kPair / 2;
+  struct Chunk { Vec v[kVectors]; };
+  PAGED_KV_INLINE static Chunk load_keys(const char* p, int d) { return {{load_bfloat16<BFloat16>(p + 2 * d, kPair)}}; }
+  PAGED_KV_INLINE static Chunk load_keys(const char* p, int d, int n) {
+    return {{load_bfloat16<BFloat16>(p + 2 * d, n)}};
+  }
+  PAGED_KV_INLINE static Vec madd(Vec sum, Vec q, Vec k) { return madd_bfloat16(sum, q, k); }
+};
+#endif
+
+struct StreamKernel {
+  const AttentionParams& p;
+  const Job& job;
+  const int rows;              // per KV head
+  const int64_t query_stride;  // floats of a packed query row
+  const int64_t width;         // floats of an accumulator row
+  const bool bfloat16_dot;
+  float *queries, *scores, *key_scales, *value_scales;
+  KeyList* lists;              // [2]
+
+  static bool uses_bfloat16_dot(const AttentionParams& p) {
+    return kHasBFloat16Dot && p.query_dtype == DType::bfloat16 && p.key_cache.dtype == DType::bfloat16;
+  }
+
+  StreamKernel(const AttentionParams& params, const Job& of, Cutter& cutter)
+      : p(params), job(of), rows(int(of.rows_per_head())),
+        query_stride(round_up(params.key_cache.head_size, kPair) / (uses_bfloat16_dot(params) ? 2 : 1)),
+        width(round_up(params.value_cache.head_size, kPair)), bfloat16_dot(uses_bfloat16_dot(params)) {
+    queries = cutter.take<float>(job.num_rows() * query_stride);
+    scores = cutter.take<float>(rows * kTileKeys);
+    key_scales = cutter.take<float>(kTileKeys);
+    value_scales = cutter.take<float>(kTileKeys);
+    lists = cutter.take<KeyList>(2);
+  }
+
+  ScoreFunction score_function() const {
+#ifdef __AVX512BF16__
+    if (bfloat16_dot) return score_all<BFloat16Dot>;
+#endif
+    return with_type(p.key_cache.dtype, [](auto type) -> ScoreFunction {
+      return score_all<FloatDot<typename decltype(type)::type>>;
+    });
+  }
+
+  ValueFunction value_function() const {
+    return with_type(p.value_cache.dtype, [](auto type) -> ValueFunction {
+      return add_all_values<typename decltype(type)::type>;
+    });
+  }
+
+  void load_row(int64_t token, int64_t head, float* out) const {
+    if (!bfloat16_dot) return load_query(p, token, head, loads_interleaved(p.key_cache.dtype), out);
+    const int64_t bytes = 2 * p.key_cache.head_size;
+    __builtin_memcpy(out, query_row(p, token, head), bytes);
+    __builtin_memset(reinterpret_cast<char*>(out) + bytes, 0, query_stride * 4 - bytes);
+  }
+
+  void load_queries() const {
+    const int64_t group = p.num_heads / p.num_kv_heads;
+    float* out = queries;
+    for (int64_t h = job.kv_head_begin; h < job.kv_head_end; ++h)
+      for (int64_t token = job.query_begin; token < job.query_end; ++token)
+        for (int64_t g = job.group_begin; g < job.group_end; ++g, out += query_stride)
+          load_row(token, h * group + g, out);
+  }
+
+  // scores -> weights for the rows of KV head h, whose state begins at row `first`.
+  void absorb_head(const KeyList& list, int64_t h, const State& state, int64_t first) const {
+    const int count = int(round_up(list.count, kLanes));
+    const float scale = p.scale * head_scale(p.key_cache.scale, h) * load_factor(p.key_cache.dtype);
+    const bool features = has_features(p), key_slots = p.key_cache.scale.kind == ScaleKind::per_slot;
+    const bool value_slots = p.value_cache.scale.kind == ScaleKind::per_slot;
+    if (key_slots) gather_scales(p.key_cache.scale, list.key_scale, count, h, 1.0f, key_scales);
+    if (value_slots) gather_scales(p.value_cache.scale, list.value_scale, count, h, 1.0f, value_scales);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* s = scores + r * kTileKeys;
+      const int64_t query = r / job.group(), g = job.group_begin + r % job.group();
+      if (key_slots) multiply(s, key_scales, count);
+      if (features)
+        apply_features(p, job, job.query_begin + query, h * (p.num_heads / p.num_kv_heads) + g, scale, list, s);
+      const LocalRange visible = visible_entries(p, job, list, query);
+      const int64_t row = first + r;
+      const float correction = absorb(s, count, visible, features ? kLog2E : scale * kLog2E, state.max + row,
+                                      state.sum + row * kLanes);
+      if (correction != 1.0f) rescale(state.accumulator + row * width, width, correction);
+      if (value_slots) multiply(s, value_scales, count);
+    }
+  }
+
+  // The keys behind `list` for prefetching: the next KV head's rows, or the next list's first.
+  Prefetch keys_after(int64_t h, const KeyList& list, const KeyList& next) const {
+    const bool same = h + 1 < job.kv_head_end;
+    const int64_t head = same ? h + 1 : job.kv_head_begin;
+    const KeyList& of = same ? list : next;
+    return {head_base(p.key_cache, head), of.key, of.count, row_bytes(p.key_cache)};
+  }
+
+  static const char* head_base(const Cache& cache, int64_t head) { return row_of(cache, 0, 0, head); }
+  static int row_bytes(const Cache& cache) { return int(cache.head_size * size_of(cache.dtype)); }
+
+  void attend(KeyRange keys, const State& state) const {
+    const ScoreFunction score = score_function();
+    const ValueFunction add_values = value_function();
+    KeyCursor cursor{keys.begin, keys.end};
+    KeyList *list = lists, *next = lists + 1;
+    load_queries();
+    next_keys(p, job, cursor, kTileKeys, kLanes, *list);
+    while (list->count > 0) {
+      next_keys(p, job, cursor, kTileKeys, kLanes, *next);
+      for (int64_t h = job.kv_head_begin; h < job.kv_head_end; ++h) {
+        const int64_t first = (h - job.kv_head_begin) * rows;
+        const char* values = head_base(p.value_cache, h);
+        score(head_base(p.key_cache, h), *list, int(p.key_cache.head_size), queries + first * query_stride,
+              query_stride, rows, scores, {values, list->value, list->count, row_bytes(p.value_cache)});
+        absorb_head(*list, h, state, first);
+        add_values(values, *list, int(p.value_cache.head_size), scores, rows, state.accumulator + first * width, width,
+                   keys_after(h, *list, *next));
+      }
+      KeyList* done = list;
+      list = next;
+      next = done;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace paged_kv::cpu

@@ -1,0 +1,305 @@
+// The tile kernel: many rows per KV head (prefill, chunks, large groups). Keys come in blocks of kBlockKeys, packed
+// once per job into panels for a register-blocked product; a strip of rows then does its scores, softmax and values
+// on that block while the scores stay in the L1 cache and the panels in the L2. Where keys lie in the pool matters to
+// the packing alone. Strips above the diagonal or outside the window are skipped.
+#pragma once
+
+#include "attention_rows.h"
+
+namespace paged_kv::cpu {
+namespace {
+
+constexpr int kBlockKeys = kMaxKeys;
+constexpr int kStripRows = 24;  // a multiple of every kMicroRows
+constexpr int kPanel = kPair;   // columns of the register block
+static_assert(kStripRows % kMicroRows == 0 && kBlockKeys % kPanel == 0, "strips and blocks must hold whole register blocks");
+
+// What one step of the product sums: one float, or a pair of bfloat16 in 32 bits.
+struct FloatStep {
+  static constexpr int kDepth = 1;
+  PAGED_KV_INLINE static Vec madd(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
+};
+
+#ifdef __AVX512BF16__
+struct BFloat16Step {
+  static constexpr int kDepth = 2;
+  PAGED_KV_INLINE static Vec madd(Vec sum, Vec a, Vec b) { return madd_bfloat16(sum, a, b); }
+};
+#endif
+
+// c[kMicroRows][kPanel] (+)= a[kMicroRows][steps] b[steps][kPanel]; a's element (r, k) is a[r * kRowStride + k * kStepStride].
+template <class Step, int kRowStride, int kStepStride, bool kAccumulate>
+void multiply_block(const float* a, const float* b, int steps, float* c, int64_t c_stride) {
+  Vec sum[kMicroRows][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < kMicroRows; ++r) {
+    sum[r][0] = kAccumulate ? load(c + r * c_stride) : zero();
+    sum[r][1] = kAccumulate ? load(c + r * c_stride + kLanes) : zero();
+  }
+  for (int k = 0; k < steps; ++k) {
+    Vec b0 = load(b + k * kPanel), b1 = load(b + k * kPanel + kLanes);
+    keep_in_register(b0);
+    keep_in_register(b1);
+#pragma GCC unroll 16
+    for (int r = 0; r < kMicroRows; ++r) {
+      Vec x = set1(a[r * kRowStride + k * kStepStride]);
+      keep_in_register(x);
+      sum[r][0] = Step::madd(sum[r][0], x, b0);
+      sum[r][1] = Step::madd(sum[r][1], x, b1);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kMicroRows; ++r) {
+    store(c + r * c_stride, sum[r][0]);
+    store(c + r * c_stride + kLanes, sum[r][1]);
+  }
+}
+
+// Keys of the list -> [panels][depth][kPanel] floats. Along depth the elements have the order in which T loads.
+template <class T>
+void pack_keys(const char* keys, const KeyList& list, int size, float* out) {
+  const int64_t depth = round_up(size, kPair);
+  for (int t = 0; t < list.count; t += kLanes) {
+    float* panel = out + t / kPanel * depth * kPanel + t % kPanel;
+    for (int d = 0; d < size; d += kPair, panel += kPair * kPanel) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        Vec x[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const char* p = keys + list.key[t + i] + d * sizeof(T);
+          const Pair v = size - d >= kPair ? Elements<T>::load(p) : Elements<T>::load(p, size - d);
+          x[i] = half ? v.b : v.a;
+        }
+        transpose(x);
+        for (int i = 0; i < kLanes; ++i) store(panel + (half * kLanes + i) * kPanel, x[i]);
+      }
+    }
+  }
+}
+
+// Values of the list -> [panels][keys][kPanel] floats in the order in which T loads.
+template <class T>
+void pack_values(const char* values, const KeyList& list, int size, float* out) {
+  for (int d = 0; d < size; d += kPair)
+    for (int t = 0; t < list.count; ++t, out += kPanel) {
+      const char* p = values + list.value[t] + d * sizeof(T);
+      const Pair v = size - d >= kPair ? Elements<T>::load(p) : Elements<T>::load(p, size - d);
+      store(out, v.a);
+      store(out + kLanes, v.b);
+    }
+}
+
+#ifdef __AVX512BF16__
+// As pack_keys; a step holds elements 2i and 2i + 1 of a key as a pair of bfloat16.
+template <class T>
+void pack_keys_bfloat16(const char* keys, const KeyList& list, int size, float* out) {
+  const int64_t steps = round_up(size, kPair) / 2;
+  for (int t = 0; t < list.count; t += kLanes) {
+    float* panel = out + t / kPanel * steps * kPanel + t % kPanel;
+    for (int d = 0; d < size; d += kPair, panel += kLanes * kPanel) {
+      Vec x[kLanes];
+      for (int i = 0; i < kLanes; ++i)
+        x[i] = load_bfloat16<T>(keys + list.key[t + i] + d * sizeof(T), size - d);
+      transpose(x);
+      for (int i = 0; i < kLanes; ++i) store(panel + i * kPanel, x[i]);
+    }
+  }
+}
+
+// As pack_values; a step holds keys 2i and 2i + 1 as pairs, even elements first, then odd ones.
+template <class T>
+void pack_values_bfloat16(const char* values, const KeyList& list, int size, float* out) {
+  for (int d = 0; d < size; d += kPair)
+    for (int t = 0; t < list.count; t += 2, out += kPanel) {
+      const Vec x = load_bfloat16<T>(values + list.value[t] + d * sizeof(T), size - d);
+      const Vec y = t + 1 < list.count ? load_bfloat16<T>(values + list.value[t + 1] + d * sizeof(T), size - d) : zero();
+      const Pair pairs = pair_rows(x, y);
+      store(out, pairs.a);
+      store(out + kLanes, pairs.b);
+    }
+}
+#endif
+
+using PackFunction = void (*)(const char* cache, const KeyList& list, int size, float* out);
+
+struct TileKernel {
+  const AttentionParams& p;
+  const Job& job;
+  const int rows;           // of the job, one KV head
+  const int padded_rows;    // to whole register blocks
+  const bool bfloat16;
+  const int key_steps;      // of the score product
+  const int64_t width;      // floats of an accumulator row
+  float *queries, *keys, *values, *scores, *key_scales, *value_scales;
+  KeyList* list;
+
+  // Products in bfloat16 where queries are and where every value of the cache is one.
+  static bool uses_bfloat16(const AttentionParams& p) {
+    const auto fits = [](DType dtype) { return dtype == DType::bfloat16 || size_of(dtype) == 1; };
+    return kHasBFloat16Dot && p.query_dtype == DType::bfloat16 && fits(p.key_cache.dtype) && fits(p.value_cache.dtype);
+  }
+
+  TileKernel(const AttentionParams& params, const Job& of, Cutter& cutter)
+      : p(params), job(of), rows(int(of.rows_per_head())), padded_rows(int(round_up(rows, kMicroRows))),
+        bfloat16(uses_bfloat16(params)), key_steps(int(round_up(params.key_cache.head_size, kPair)) / (bfloat16 ? 2 : 1)),
+        width(round_up(params.value_cache.head_size, kPair)) {
+    queries = cutter.take<float>(int64_t(padded_rows) * key_steps);
+    keys = cutter.take<float>(int64_t(kBlockKeys) * key_steps);
+    values = cutter.take<float>(kBlockKeys * width / (bfloat16 ? 2 : 1));
+    scores = cutter.take<float>(kStripRows * kBlockKeys);
+    key_scales = cutter.take<float>(kBlockKeys);
+    value_scales = cutter.take<float>(kBlockKeys);
+    list = cutter.take<KeyList>(1);
+  }
+
+  PackFunction key_packer() const {
+    return with_type(p.key_cache.dtype, [&](auto type) -> PackFunction {
+      using T = typename decltype(type)::type;
+#ifdef __AVX512BF16__
+      if (bfloat16) return pack_keys_bfloat16<T>;
+#endif
+      return pack_keys<T>;
+    });
+  }
+
+  PackFunction value_packer() const {
+    return with_type(p.value_cache.dtype, [&](auto type) -> PackFunction {
+      using T = typename decltype(type)::type;
+#ifdef __AVX512BF16__
+      if (bfloat16) return pack_values_bfloat16<T>;
+#endif
+      return pack_values<T>;
+    });
+  }
+
+  int64_t head_of(int row) const {
+    return job.kv_head_begin * (p.num_heads / p.num_kv_heads) + job.group_begin + row % job.group();
+  }
+  int64_t query_of(int row) const { return row / job.group(); }
+
+  // Queries -> [row blocks][key_steps][kMicroRows]; `row_buffer` holds one row.
+  void pack_queries(float* row_buffer) const {
+    for (int r = 0; r < padded_rows; ++r) {
+      float* out = queries + int64_t(r / kMicroRows) * key_steps * kMicroRows + r % kMicroRows;
+      if (r < rows) load_row(job.query_begin + query_of(r), head_of(r), row_buffer);
+      for (int k = 0; k < key_steps; ++k) out[k * kMicroRows] = r < rows ? row_buffer[k] : 0.0f;
+    }
+  }
+
+  void load_row(int64_t token, int64_t head, float* out) const {
+    if (!bfloat16) return load_query(p, token, head, loads_interleaved(p.key_cache.dtype), out);
+    const int64_t bytes = 2 * p.key_cache.head_size;
+    __builtin_memcpy(out, query_row(p, token, head), bytes);
+    __builtin_memset(reinterpret_cast<char*>(out) + bytes, 0, key_steps * 4 - bytes);
+  }
+
+  template <class Step>
+  void score_strip(int first, int last, LocalRange panels) const {
+    for (int panel = panels.begin; panel < panels.end; ++panel)
+      for (int r = first; r < last; r += kMicroRows)
+        multiply_block<Step, 1, kMicroRows, false>(queries + int64_t(r) * key_steps, keys + int64_t(panel) * key_steps * kPanel,
+                                                   key_steps, scores + (r - first) * kBlockKeys + panel * kPanel, kBlockKeys);
+  }
+
+  template <class Step>
+  void value_strip(int first, int last, LocalRange entries, const State& state) const {
+    const int steps = int(round_up(list->count, Step::kDepth)) / Step::kDepth, begin = entries.begin / Step::kDepth;
+    const int end = int(round_up(entries.end, Step::kDepth)) / Step::kDepth;
+    for (int64_t d = 0; d < width; d += kPanel)
+      for (int r = first; r < last; r += kMicroRows)
+        multiply_block<Step, kBlockKeys, 1, true>(scores + (r - first) * kBlockKeys + begin, values + (d * steps + begin * kPanel),
+                                                  end - begin, state.accumulator + r * width + d, width);
+  }
+
+  // scores -> weights for rows first .. last - 1, entries `span` of the list (whole vectors).
+  void absorb_strip(int first, int last, LocalRange span, const State& state) const {
+    const float scale = p.scale * head_scale(p.key_cache.scale, job.kv_head_begin) * load_factor(p.key_cache.dtype);
+    const bool features = has_features(p), key_slots = p.key_cache.scale.kind == ScaleKind::per_slot;
+    const bool value_slots = p.value_cache.scale.kind == ScaleKind::per_slot;
+    const int count = span.end - span.begin;
+    for (int row = first; row < last; ++row) {
+      float* all = scores + (row - first) * kBlockKeys;
+      float* s = all + span.begin;
+      const LocalRange visible = visible_entries(p, job, *list, query_of(row));
+      if (key_slots) multiply(s, key_scales + span.begin, count);
+      if (features) apply_features(p, job, job.query_begin + query_of(row), head_of(row), scale, *list, all);
+      const float correction = absorb(s, count, {visible.begin - span.begin, visible.end - span.begin},
+                                      features ? kLog2E : scale * kLog2E, state.max + row, state.sum + row * kLanes);
+      if (correction != 1.0f) rescale(state.accumulator + row * width, width, correction);
+      if (value_slots) multiply(s, value_scales + span.begin, count);
+      if (bfloat16) round_weights(all, span);
+    }
+  }
+
+  // Weights -> bfloat16, in place: entry i then lies at 16-bit index i of the row.
+  void round_weights(float* row, LocalRange span) const {
+#ifdef __AVX512BF16__
+    for (int i = span.begin; i < span.end; i += kPair) {
+      const Pair x = {load(row + i), load(row + i + kLanes)};
+      store(row + i / 2, to_bfloat16(x));
+    }
+#else
+    (void)row, (void)span;
+#endif
+  }
+
+  // Entries that any row of the strip sees.
+  LocalRange strip_entries(int first, int last) const {
+    const LocalRange a = visible_entries(p, job, *list, query_of(first));
+    const LocalRange b = visible_entries(p, job, *list, query_of(last - 1));
+    return {a.begin, b.end};
+  }
+
+  template <class Step>
+  void attend_strip(int first, int last, const State& state) const {
+    const LocalRange entries = strip_entries(first, last);
+    if (entries.begin >= entries.end) return;
+    const int padded_last = int(round_up(last, kMicroRows));
+    const LocalRange panels = {entries.begin / kPanel, (entries.end + kPanel - 1) / kPanel};
+    const LocalRange span = {panels.begin * kPanel, panels.end * kPanel};
+    score_strip<Step>(first, padded_last, panels);
+    absorb_strip(first, last, span, state);
+    for (int row = last; row < padded_last; ++row) clear_row(scores + (row - first) * kBlockKeys);
+    value_strip<Step>(first, padded_last, entries, state);
+  }
+
+  static void clear_row(float* row) {
+    for (int i = 0; i < kBlockKeys; i += kLanes) store(row + i, zero());
+  }
+
+  void pack_list(PackFunction pack_k, PackFunction pack_v) const {
+    const int64_t h = job.kv_head_begin;
+    const int padded = int(round_up(list->count, kLanes));
+    pack_k(row_of(p.key_cache, 0, 0, h), *list, int(p.key_cache.head_size), keys);
+    pack_v(row_of(p.value_cache, 0, 0, h), *list, int(p.value_cache.head_size), values);
+    if (p.key_cache.scale.kind == ScaleKind::per_slot)
+      gather_scales(p.key_cache.scale, list->key_scale, padded, h, 1.0f, key_scales);
+    if (p.value_cache.scale.kind == ScaleKind::per_slot)
+      gather_scales(p.value_cache.scale, list->value_scale, padded, h, 1.0f, value_scales);
+  }
+
+  // The state must have room for padded_rows.
+  void attend(KeyRange range, const State& state) const {
+    const PackFunction pack_k = key_packer(), pack_v = value_packer();
+    KeyCursor cursor{range.begin, range.end};
+    pack_queries(scores);
+    for (;;) {
+      next_keys(p, job, cursor, kBlockKeys, kPanel, *list);
+      if (list->count == 0) break;
+      pack_list(pack_k, pack_v);
+      for (int first = 0; first < rows; first += kStripRows) {
+        const int last = first + kStripRows < rows ? first + kStripRows : rows;
+#ifdef __AVX512BF16__
+        if (bfloat16) {
+          attend_strip<BFloat16Step>(first, last, state);
+          continue;
+        }
+#endif
+        attend_strip<FloatStep>(first, last, state);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace paged_kv::cpu

@@ -1,0 +1,9 @@
+#include "simd_avx512.h"
+
+#include "attention_kernel.h"
+
+namespace paged_kv::cpu {
+
+const AttentionKernels kAttentionAvx512 = {"avx512", state_floats, scratch_bytes, run};
+
+}  // namespace paged_kv::cpu

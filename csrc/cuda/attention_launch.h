@@ -1,0 +1,58 @@
+// Joins the parts of paged_attention: the choice of kernel and its grid (paged_attention.cu) and the instances of the
+// tensor-core kernel (attention_mma_*.cu).
+#pragma once
+
+#include "attention_schedule.cuh"
+#include "launch.h"
+
+namespace paged_kv::cuda {
+
+// Policy: how much of the chip an attention launch takes, and what that needs in memory.
+struct AttentionPlan {
+  bool tensor_cores;
+  int head_size_class;   // 64, 128 or 256, of the tensor-core kernel
+  int rows;              // of an item
+  int grid;
+  int64_t num_slots;
+  Workspace workspace;   // pointers are set when the memory is known
+  int64_t bytes;
+};
+
+// The kernel's shared memory per warp; what a thread block needs besides is less than kFixedSharedBytes.
+inline constexpr int64_t kFixedSharedBytes = 26 * 1024;
+
+// Launches on the stream so that the kernel comes up while its predecessor runs, if it was compiled to wait for it.
+template <class Kernel>
+void launch_dependent(Kernel kernel, int grid, int threads, int64_t shared_bytes, const AttentionLaunch& launch,
+                      cudaStream_t stream) {
+  struct Known {
+    bool asked = false, waits = false;
+    int64_t shared_bytes = 0;
+  };
+  static Known devices[64];  // of this kernel
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  Known& known = devices[device];
+  if (!known.asked || known.shared_bytes < shared_bytes) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), "paged_attention");
+    known = {true, attributes.ptxVersion >= 90, shared_bytes};
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(grid));
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = known.waits ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, launch), "paged_attention");
+}
+
+void launch_mma_float16(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
+void launch_mma_bfloat16(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
+
+}  // namespace paged_kv::cuda

@@ -1,0 +1,581 @@
+// The decode kernel: tensor cores, float16 and bfloat16, head sizes up to 256. docs/kernels/decode.md.
+//
+// Scores are made transposed, S^T = K Q^T: the 16-wide side of the matrix instruction holds keys, the 8-wide side packed
+// rows (query token x head of the group), so one token of a group of 4 or 8 heads wastes nothing. O^T = V^T P^T likewise.
+// Every warp is on its own: it loads its tiles of 16 keys with cp.async into its own ring of stages, ahead of the tile it
+// computes and across the borders of items, and keeps its own softmax state. Warps meet only at the end of an item.
+#pragma once
+
+#include "attention_merge.cuh"
+
+namespace paged_kv::cuda::mma {
+
+inline constexpr int kKeys = 16;  // of a tile
+
+// Sizes that follow from the head-size class and the number of 8-row tiles of an item. Queries live in registers, where
+// they fit beside the sums. The number of warps is a matter of shared memory: of run time.
+template <int kHeadSize, int kTiles>
+struct Shape {
+  static constexpr int kRows = kTiles * 8;
+  static constexpr int kMaxWarps = kHeadSize <= 128 ? 8 : 4;
+  static constexpr int kStageBytes = kKeys * kHeadSize * 2 * 2;  // K rows, then V rows
+  static constexpr int kStages = kHeadSize == 64 ? 6 : 3;        // of a warp
+  static constexpr int kRowsPerMerge = kStageBytes / (kHeadSize * 4);  // rows of float results a stage has room for
+  static constexpr bool kQueriesInShared = kHeadSize * kTiles >= 512;
+  static constexpr int kQueryBytes = kQueriesInShared ? kRows * kHeadSize * 2 : 0;
+};
+
+__device__ inline int num_warps() { return blockDim.x / kWarp; }
+
+// ---- Instructions ----
+
+__device__ inline uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+
+// 16 bytes global -> shared; zeros if !valid (nothing is read then).
+__device__ inline void copy_async(uint32_t target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0));
+}
+
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;"); }
+
+template <int kPending>
+__device__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+struct Fragment {
+  uint32_t data[4];
+};
+
+__device__ inline Fragment load_matrices(uint32_t address) {
+  Fragment f;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(f.data[0]), "=r"(f.data[1]), "=r"(f.data[2]), "=r"(f.data[3]) : "r"(address) : "memory");
+  return f;
+}
+
+__device__ inline Fragment load_matrices_transposed(uint32_t address) {
+  Fragment f;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(f.data[0]), "=r"(f.data[1]), "=r"(f.data[2]), "=r"(f.data[3]) : "r"(address) : "memory");
+  return f;
+}
+
+__device__ inline uint32_t transpose_matrix(uint32_t value) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(value));
+  return result;
+}
+
+// c[16 x 8] += a[16 x 16] b[16 x 8]
+__device__ inline void multiply(float (&c)[4], const Fragment& a, const uint32_t (&b)[2], BFloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.data[0]), "r"(a.data[1]), "r"(a.data[2]), "r"(a.data[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ inline void multiply(float (&c)[4], const Fragment& a, const uint32_t (&b)[2], Float16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.data[0]), "r"(a.data[1]), "r"(a.data[2]), "r"(a.data[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ inline uint32_t pack(float low, float high, BFloat16) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+__device__ inline uint32_t pack(float low, float high, Float16) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ inline float fast_exp2(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+// ---- Loading ----
+
+// Where 16-byte chunk `chunk` of row `row` of a tile lies in shared memory: chunks of a row are permuted by the row's
+// number, so that one column's chunks of eight rows lie in different banks. With row = a + b where a and b have no bits
+// in common, and chunk = c + d likewise, this is (swizzled(a, c) ^ ((b ^ d) % 8 << 4)) + the rest of b and d: addresses
+// are one exclusive or away from a lane's own constant. Stages are aligned, so their address may be added first.
+template <int kHeadSize>
+__host__ __device__ constexpr uint32_t swizzled(int row, int chunk) {
+  return uint32_t(row * kHeadSize * 2 + ((chunk ^ (row & 7)) << 4));
+}
+
+// Copies a tile of which not all keys are there, or whose keys lie in several blocks. Lane l knows where key l % 16 is.
+template <int kHeadSize>
+__device__ __noinline__ void copy_scattered_rows(const Cache& cache, int32_t kv_head, int32_t block, int32_t offset,
+                                                 uint32_t visible, uint32_t target) {
+  constexpr int kChunks = kHeadSize / 8, kRowsAtOnce = kWarp / kChunks;
+  const int lane = threadIdx.x % kWarp, chunk = lane % kChunks;
+  const bool in_row = chunk * 8 < cache.head_size;
+  const char* base = static_cast<const char*>(cache.data) + 2 * (kv_head * cache.head_stride) + 16 * chunk;
+  const int64_t own = 2 * (block * cache.block_stride + offset * cache.slot_stride);
+#pragma unroll 1
+  for (int row = lane / kChunks; row < kKeys; row += kRowsAtOnce) {
+    const int64_t bytes = __shfl_sync(kFullMask, own, row);
+    const bool valid = in_row && (visible >> row & 1);
+    copy_async(target + swizzled<kHeadSize>(row, chunk), valid ? base + bytes : cache.data, valid);
+  }
+}
+
+// Walks over the tiles of one warp, through all segments of its thread block, and loads them. The table entry of a tile
+// is read one tile early, so that no address waits for it.
+template <int kHeadSize, int kTiles>
+class Loader {
+ public:
+  using S = Shape<kHeadSize, kTiles>;
+  using Planned = Schedule<S::kRows, kKeys>;
+
+  __device__ Loader(const AttentionLaunch& a, const Planned& schedule)
+      : a_(a), schedule_(schedule), cursor_(schedule.start()) {
+    const AttentionParams& p = a.params;
+    const uint32_t size = p.block_size < INT32_MAX ? uint32_t(p.block_size) : INT32_MAX;
+    block_size_ = size;
+    shift_ = a.log2_block_size;
+    whole_blocks_ = size % kKeys == 0;
+    lane_target_ = swizzled<kHeadSize>(lane() / kChunks, lane() % kChunks);
+    key_in_row_ = lane() % kChunks * 8 < p.key_cache.head_size;
+    value_in_row_ = lane() % kChunks * 8 < p.value_cache.head_size;
+    next_segment();
+    prepare();
+  }
+
+  // Loads the prepared tile (if any is left) into a stage and prepares the next. `visible` receives a bit per key.
+  __device__ void load(uint32_t stage, uint32_t* visible) {
+    if (!done_) {
+      copy(stage, visible);
+      tile_ += num_warps();
+      if (tile_ >= last_) next_segment();
+      prepare();
+    }
+    commit_copies();
+  }
+
+  // Tiles of a segment go to the warps in turn, counted from the segment's begin; those no row sees are left out.
+  __device__ static int32_t first_tile(const Segment& s) {
+    const int32_t skipped = max(s.keys.begin / kKeys - s.tile_begin, 0);
+    const int32_t first = threadIdx.x / kWarp;
+    return s.tile_begin + first + (max(skipped - first, 0) + num_warps() - 1) / num_warps() * num_warps();
+  }
+
+  __device__ static int32_t end_tile(const Segment& s) {
+    const int32_t visible = s.keys.end > s.keys.begin ? (s.keys.end + kKeys - 1) / kKeys : s.tile_begin;
+    return min(visible, s.tile_end);
+  }
+
+ private:
+  static constexpr int kChunks = kHeadSize / 8;         // 16-byte chunks of a row
+  static constexpr int kRowsAtOnce = kWarp / kChunks;   // rows that one instruction of the warp loads
+
+  __device__ static int lane() { return threadIdx.x % kWarp; }
+
+  // The next segment in which this warp has a tile.
+  __device__ void next_segment() {
+    Segment s;
+    while (schedule_.next(cursor_, s)) {
+      tile_ = first_tile(s);
+      last_ = end_tile(s);
+      if (tile_ >= last_) continue;
+      const AttentionParams& p = a_.params;
+      keys_ = s.keys;
+      kv_head_ = s.kv_head;
+      table_ = p.block_table + s.sequence.index * p.block_table_stride;
+      key_base_ = lane_base(p.key_cache);
+      value_base_ = lane_base(p.value_cache);
+      return;
+    }
+    done_ = true;
+  }
+
+  // This lane's chunk of its first row, were the tile at the very begin of the cache.
+  __device__ const char* lane_base(const Cache& cache) const {
+    return static_cast<const char*>(cache.data) +
+           2 * (kv_head_ * cache.head_stride + lane() / kChunks * cache.slot_stride + lane() % kChunks * 8);
+  }
+
+  // Learns where the tile's keys lie: all lanes the same of the first key if tiles do not cross blocks, else lane l of
+  // key l % 16.
+  __device__ void prepare() {
+    if (done_) return;
+    const int32_t key = tile_ * kKeys + (whole_blocks_ ? 0 : lane() % kKeys);
+    const int32_t column = shift_ >= 0 ? key >> shift_ : key / block_size_;
+    offset_ = key - column * block_size_;
+    const bool seen = whole_blocks_ || (key >= keys_.begin && key < keys_.end);
+    block_ = seen ? table_[column] : -1;
+  }
+
+  __device__ void copy(uint32_t stage, uint32_t* visible) {
+    const AttentionParams& p = a_.params;
+    const bool valid = is_block(block_, p.num_blocks);
+    const int32_t first = tile_ * kKeys;
+    if (whole_blocks_ && valid && first >= keys_.begin && first + kKeys <= keys_.end) {
+      if (lane() == 0) *visible = 0xffff;
+      copy_rows(p.key_cache, key_base_, key_in_row_, stage);
+      copy_rows(p.value_cache, value_base_, value_in_row_, stage + S::kStageBytes / 2);
+      return;
+    }
+    const int32_t key = first + lane() % kKeys;
+    const uint32_t bits = __ballot_sync(kFullMask, valid && key >= keys_.begin && key < keys_.end) & 0xffff;
+    if (lane() == 0) *visible = bits;
+    const int32_t offset = whole_blocks_ ? offset_ + lane() % kKeys : offset_;
+    copy_scattered_rows<kHeadSize>(p.key_cache, kv_head_, block_, offset, bits, stage);
+    copy_scattered_rows<kHeadSize>(p.value_cache, kv_head_, block_, offset, bits, stage + S::kStageBytes / 2);
+  }
+
+  // All 16 rows lie one after the other in one block.
+  __device__ void copy_rows(const Cache& cache, const char* base, bool in_row, uint32_t target) const {
+    const char* row = base + 2 * (block_ * cache.block_stride + offset_ * cache.slot_stride);
+    const int64_t step = 2 * kRowsAtOnce * cache.slot_stride;
+    target += lane_target_;
+#pragma unroll
+    for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
+      constexpr int kRowBytes = kHeadSize * 2;
+      copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row, in_row);
+      row += step;
+    }
+  }
+
+  const AttentionLaunch& a_;
+  const Planned& schedule_;
+  typename Planned::Cursor cursor_;
+  const int32_t* table_ = nullptr;
+  const char *key_base_ = nullptr, *value_base_ = nullptr;
+  KeyRange keys_{};
+  int32_t kv_head_ = 0, tile_ = 0, last_ = 0, block_ = -1, offset_ = 0, block_size_, shift_;
+  uint32_t lane_target_;
+  bool done_ = false, whole_blocks_, key_in_row_, value_in_row_;
+};
+
+// Softcap and ALiBi, apart from the loop that most models run.
+__device__ __noinline__ inline float4 special_logits(const AttentionParams& p, float4 scores, float slope_0, float slope_1,
+                                              int32_t key) {
+  float values[4] = {scores.x, scores.y, scores.z, scores.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[i] *= p.scale;
+    if (p.softcap > 0.0f) values[i] = p.softcap * tanhf(values[i] / p.softcap);
+    values[i] = (values[i] + (i % 2 ? slope_1 : slope_0) * float(key + i / 2 * 8)) * kLog2e;
+  }
+  return {values[0], values[1], values[2], values[3]};
+}
+
+// ---- Computing ----
+
+// One warp's softmax state and sums for kTiles x 8 packed rows. In a fragment c[16 x 8], lane l holds rows (keys or
+// dims) l / 4 and l / 4 + 8 of columns (packed rows) 2 * (l % 4) and 2 * (l % 4) + 1.
+template <class T, int kHeadSize, int kTiles>
+struct State {
+  using S = Shape<kHeadSize, kTiles>;
+  static constexpr int kSteps = kHeadSize / 16;
+  uint32_t queries[S::kQueriesInShared ? 1 : kTiles][kSteps][2];
+  const uint2* shared_queries;               // [kTiles][kSteps][kWarp]
+  float out[kTiles][kSteps][4];
+  float maximum[kTiles][2], sum[kTiles][2];  // of logits in base 2; sum: this lane's keys only
+  KeyRange keys[kTiles][2];                  // visible to this lane's two columns of each tile
+  KeyRange all;                              // visible to every row: tiles inside need no comparison
+  float slopes[kTiles][2];
+
+  // Called by all threads of the block, behind a barrier.
+  __device__ void begin(const AttentionLaunch& a, const Segment& s, uint2* query_memory) {
+    const AttentionParams& p = a.params;
+    const int lane = threadIdx.x % kWarp;
+    shared_queries = query_memory;
+    if constexpr (S::kQueriesInShared) {
+      for (int index = threadIdx.x / kWarp; index < kTiles * kSteps; index += num_warps()) {
+        uint32_t pair[2];
+        load_queries(a, s, index / kSteps, index % kSteps, pair);
+        query_memory[index * kWarp + lane] = {pair[0], pair[1]};
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if constexpr (!S::kQueriesInShared) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_queries(a, s, t, step, queries[t][step]);
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[t][step][i] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = t * 8 + 2 * (lane % 4) + c;
+        const int32_t packed = s.first_row + (row < s.rows ? row : 0), query = packed / a.group;
+        maximum[t][c] = -INFINITY;
+        sum[t][c] = 0.0f;
+        keys[t][c] = visible_to_any(a, s.sequence, query, query);
+        slopes[t][c] = p.alibi_slopes ? p.alibi_slopes[s.kv_head * a.group + packed - query * a.group] : 0.0f;
+      }
+    }
+    const int32_t first = s.first_row / a.group, last = (s.first_row + s.rows - 1) / a.group;
+    all = {visible_to_any(a, s.sequence, last, last).begin, visible_to_any(a, s.sequence, first, first).end};
+  }
+
+  // B operand: lane l holds dims 2 * (l % 4) + {0, 1} and + 8 of column l / 4.
+  __device__ static void load_queries(const AttentionLaunch& a, const Segment& s, int t, int step, uint32_t (&pair)[2]) {
+    const AttentionParams& p = a.params;
+    const int lane = threadIdx.x % kWarp, row = t * 8 + lane / 4;
+    const bool valid = row < s.rows;
+    const int32_t packed = s.first_row + (valid ? row : 0), query = packed / a.group;
+    const int64_t head = s.kv_head * a.group + packed - query * a.group;
+    const uint16_t* source = static_cast<const uint16_t*>(p.query) + (s.sequence.token + query) * p.query_token_stride +
+                             head * p.query_head_stride;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int dim = step * 16 + i * 8 + 2 * (lane % 4);
+      pair[i] = valid && dim < p.key_cache.head_size ? *reinterpret_cast<const uint32_t*>(source + dim) : 0u;
+    }
+  }
+
+  __device__ void multiply_keys(float (&scores)[4], const Fragment& keys_fragment, int t, int step) const {
+    if constexpr (S::kQueriesInShared) {
+      const uint2 pair = shared_queries[(t * kSteps + step) * kWarp + threadIdx.x % kWarp];
+      const uint32_t query[2] = {pair.x, pair.y};
+      multiply(scores, keys_fragment, query, T{});
+    } else {
+      multiply(scores, keys_fragment, queries[t][step], T{});
+    }
+  }
+
+  __device__ void attend(const AttentionLaunch& a, uint32_t stage, uint32_t visible, int32_t tile) {
+    const int lane = threadIdx.x % kWarp;
+    float scores[kTiles][4] = {};
+    {  // K: matrices (keys 0-7, 8-15) x (dims 0-7, 8-15) of a step
+      const uint32_t own = stage + swizzled<kHeadSize>(lane % 16, lane / 16);
+      float odd[kTiles][4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const Fragment k = load_matrices((own ^ (step * 2 % 8 << 4)) + step * 2 / 8 * 128);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) multiply_keys(step % 2 ? odd[t] : scores[t], k, t, step);
+      }
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[t][i] += odd[t][i];
+    }
+    uint32_t weights[kTiles][2];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      to_logits(a, scores[t], t, visible, tile);
+      soften(scores[t], t, weights[t]);
+    }
+    {  // V^T: transposed matrices (dims 0-7, 8-15) x (keys 0-7, 8-15)
+      const uint32_t own =
+          stage + kKeys * kHeadSize * 2 + swizzled<kHeadSize>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const Fragment v = load_matrices_transposed((own ^ (step * 2 % 8 << 4)) + step * 2 / 8 * 128);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) multiply(out[t][step], v, weights[t], T{});
+      }
+    }
+  }
+
+  // Scores -> logits in base 2, -inf where a row must not see a key.
+  __device__ void to_logits(const AttentionLaunch& a, float (&scores)[4], int t, uint32_t visible, int32_t tile) {
+    const AttentionParams& p = a.params;
+    const int lane = threadIdx.x % kWarp;
+    const int32_t first = tile * kKeys;
+    if (p.softcap > 0.0f || p.alibi_slopes) {
+      const float4 logits = special_logits(p, {scores[0], scores[1], scores[2], scores[3]}, slopes[t][0], slopes[t][1],
+                                           first + lane / 4);
+      scores[0] = logits.x; scores[1] = logits.y; scores[2] = logits.z; scores[3] = logits.w;
+    } else {
+      const float factor = p.scale * kLog2e;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[i] *= factor;
+    }
+    if (visible == 0xffff && first >= all.begin && first + kKeys <= all.end) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int offset = lane / 4 + i / 2 * 8;
+      const int32_t key = first + offset;
+      const bool seen = visible >> offset & 1 && key >= keys[t][i % 2].begin && key < keys[t][i % 2].end;
+      if (!seen) scores[i] = -INFINITY;
+    }
+  }
+
+  // Online softmax: logits -> weights, as the B operand of O^T += V^T P^T.
+  __device__ void soften(float (&logits)[4], int t, uint32_t (&weights)[2]) {
+    float shrink[2], base[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float largest = fmaxf(logits[c], logits[c + 2]);
+#pragma unroll
+      for (int step = 4; step < kWarp; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
+      largest = fmaxf(largest, maximum[t][c]);
+      base[c] = largest == -INFINITY ? 0.0f : largest;
+      shrink[c] = fast_exp2(maximum[t][c] - base[c]);
+      maximum[t][c] = largest;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) logits[i] = fast_exp2(logits[i] - base[i % 2]);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) sum[t][c] = sum[t][c] * shrink[c] + logits[c] + logits[c + 2];
+    if (__any_sync(kFullMask, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[t][step][i] *= shrink[i % 2];
+    }
+    weights[0] = transpose_matrix(pack(logits[0], logits[1], T{}));
+    weights[1] = transpose_matrix(pack(logits[2], logits[3], T{}));
+  }
+
+  // This warp's states of all rows into shared memory.
+  __device__ void store_states(RowState* states) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float total = sum[t][c];
+#pragma unroll
+        for (int step = 4; step < kWarp; step *= 2) total += __shfl_xor_sync(kFullMask, total, step);
+        if (lane < 4) states[t * 8 + 2 * lane + c] = {maximum[t][c] * kLn2, total};
+      }
+  }
+
+  // Rows first .. first + count of this warp's sums as floats [count][kHeadSize]; dims permuted against bank conflicts.
+  __device__ void store_values(float* target, int first, int count) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if (t * 8 < first || t * 8 >= first + count) continue;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = t * 8 + 2 * (lane % 4) + i % 2 - first, dim = step * 16 + lane / 4 + i / 2 * 8;
+          target[row * kHeadSize + (dim ^ (lane % 4 << 3))] = out[t][step][i];
+        }
+    }
+  }
+};
+
+// Where dims dim .. dim + 3 of a row lie in what store_values wrote.
+template <int kHeadSize>
+__device__ int value_at(int row, int dim) { return row * kHeadSize + (dim ^ ((row >> 1 & 3) << 3)); }
+
+// ---- The kernel ----
+
+template <int kHeadSize, int kTiles>
+struct Shared {
+  using S = Shape<kHeadSize, kTiles>;
+  ScheduleMemory schedule;
+  MergeMemory merge;
+  RowState states[S::kMaxWarps][S::kRows];
+  uint32_t visible[S::kMaxWarps][S::kStages];
+  const float* values[S::kMaxWarps];
+};
+
+// Merges rows first .. first + count of all warps and puts them: final, or a partial result.
+template <int kHeadSize, int kTiles>
+__device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<kHeadSize, kTiles>& shared, int first,
+                       int count) {
+  using S = Shape<kHeadSize, kTiles>;
+  const int rows = min(count, s.rows - first), columns = a.workspace.row_stride / 4;
+#pragma unroll 1
+  for (int index = threadIdx.x; index < rows * columns; index += blockDim.x) {
+    const int row = first + index / columns, dim = index % columns * 4;
+    float maximum = -INFINITY;
+#pragma unroll 4
+    for (int w = 0; w < num_warps(); ++w) maximum = fmaxf(maximum, shared.states[w][row].maximum);
+    Partial merged;
+    merged.state.maximum = maximum;
+#pragma unroll 4
+    for (int w = 0; w < num_warps(); ++w) {
+      const RowState state = shared.states[w][row];
+      if (state.sum == 0.0f) continue;  // this warp has seen no key, and maybe has no values either
+      const float weight = __expf(state.maximum - maximum);
+      const float4 part = *reinterpret_cast<const float4*>(shared.values[w] + value_at<kHeadSize>(row - first, dim));
+      merged.state.sum += state.sum * weight;
+      merged.values[0] += weight * part.x;
+      merged.values[1] += weight * part.y;
+      merged.values[2] += weight * part.z;
+      merged.values[3] += weight * part.w;
+    }
+    put<S::kRows>(a, s, row, dim, merged);
+  }
+}
+
+template <class T, int kHeadSize, int kTiles>
+__global__ void __launch_bounds__(Shape<kHeadSize, kTiles>::kMaxWarps* kWarp, 1)
+attention(const __grid_constant__ AttentionLaunch a) {
+  using S = Shape<kHeadSize, kTiles>;
+  using Tiles = Loader<kHeadSize, kTiles>;
+  constexpr int kRows = S::kRows, kCount = kRows < S::kRowsPerMerge ? kRows : S::kRowsPerMerge;
+  extern __shared__ __align__(1024) char stages[];  // [warps][kStages][kStageBytes], then the queries
+  __shared__ Shared<kHeadSize, kTiles> shared;
+  const int warp = threadIdx.x / kWarp;
+  char* own = stages + warp * S::kStages * S::kStageBytes;
+  uint2* queries = reinterpret_cast<uint2*>(stages + num_warps() * S::kStages * S::kStageBytes);
+  const uint32_t own_address = shared_address(own);
+
+  const typename Tiles::Planned schedule(a, shared.schedule);
+  Tiles loader(a, schedule);
+#pragma unroll 1
+  for (int stage = 0; stage < S::kStages; ++stage)
+    loader.load(own_address + stage * S::kStageBytes, &shared.visible[warp][stage]);
+
+  State<T, kHeadSize, kTiles> state;
+  auto cursor = schedule.start();
+  Segment s;
+  int stage = 0;
+#pragma unroll 1
+  while (schedule.next(cursor, s)) {
+    state.begin(a, s, queries);
+    const int32_t end = Tiles::end_tile(s);
+    int32_t tile = Tiles::first_tile(s);
+    const bool works = tile < end;
+    bool more = true;
+    // A round computes a tile (of the segment's last round: merges), then refills the stage that is free now.
+#pragma unroll 1
+    while (more) {
+      const bool has_tile = tile < end;
+      const uint32_t stage_address = own_address + stage * S::kStageBytes;
+      uint32_t* visible = &shared.visible[warp][stage];
+      if (has_tile) {
+        wait_for_copies<S::kStages - 1>();
+        __syncwarp();
+        state.attend(a, stage_address, *visible, tile);
+        __syncwarp();
+        tile += num_warps();
+      }
+      more = tile < end;
+      if (!more) {  // the stage just used holds this warp's part of the merge
+        state.store_states(shared.states[warp]);
+        float* values = reinterpret_cast<float*>(own + stage * S::kStageBytes);
+        if (threadIdx.x % kWarp == 0) shared.values[warp] = values;
+#pragma unroll
+        for (int first = 0; first < kRows; first += kCount) {
+          if (works) state.store_values(values, first, kCount);
+          __syncthreads();
+          finish<kHeadSize, kTiles>(a, s, shared, first, kCount);
+          __syncthreads();
+        }
+      }
+      if (has_tile) {
+        loader.load(stage_address, visible);
+        stage = stage + 1 == S::kStages ? 0 : stage + 1;
+      }
+    }
+    arrive<kRows>(a, s, shared.merge);
+  }
+  zero_outside_spans(a);
+}
+
+}  // namespace paged_kv::cuda::mma

@@ -1,0 +1,114 @@
+// paged_attention, host side: which kernel, how large a grid, where its partial results lie. The kernels find out on the
+// device who does what (attention_schedule.cuh). docs/kernels/decode.md.
+#include "attention_general.cuh"
+#include "attention_launch.h"
+#include "kernels.h"
+
+namespace paged_kv::cuda {
+namespace {
+
+constexpr int64_t kHeaderBytes = 256;
+
+int64_t round_up(int64_t value, int64_t unit) { return divide_up(value, unit) * unit; }
+
+// ---- Policy ----
+
+// Does the tensor-core kernel take the call? It reads rows in chunks of 16 bytes.
+bool fits_tensor_cores(const AttentionParams& p) {
+  const auto fits = [&](const Cache& cache) {
+    return cache.dtype == p.query_dtype && cache.scale.kind == ScaleKind::none && cache.head_size <= 256 &&
+           cache.head_size % 8 == 0 && cache.block_stride % 8 == 0 && cache.slot_stride % 8 == 0 &&
+           cache.head_stride % 8 == 0 && reinterpret_cast<intptr_t>(cache.data) % 16 == 0;
+  };
+  return p.query_dtype != DType::float32 && p.mask.kind == MaskKind::none && fits(p.key_cache) && fits(p.value_cache) &&
+         p.query_token_stride % 2 == 0 && p.query_head_stride % 2 == 0 && reinterpret_cast<intptr_t>(p.query) % 4 == 0;
+}
+
+// Packed rows of an item: no more than a step's longest sequence has, and what registers hold.
+int rows_for(const AttentionParams& p, int head_size_class) {
+  const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
+  if (rows <= 8) return 8;
+  return rows <= 16 || head_size_class == 256 ? 16 : 32;
+}
+
+// Most pieces that deterministic mode can make, for any lengths.
+int64_t max_units(const AttentionParams& p, int rows) {
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  const int64_t row_tiles = (p.num_tokens * group + p.num_seqs * (rows - 1)) / rows;
+  const int64_t cut = p.num_seqs * (kMaxSplitRows / rows);
+  return p.num_kv_heads * (row_tiles + (kPieces - 1) * (row_tiles < cut ? row_tiles : cut));
+}
+
+int32_t clip_window(int64_t window) { return window < 0 || window > (1 << 30) ? -1 : int32_t(window); }
+
+int32_t log2_of(int64_t value) {
+  for (int32_t log = 0; log < 31; ++log)
+    if (value == int64_t(1) << log) return log;
+  return -1;
+}
+
+// ---- Launches ----
+
+template <int kDims>
+void launch_general(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
+  const Cache& cache = launch.params.key_cache;
+  const int64_t bytes = 8 * size_of(cache.dtype);
+  const bool wide = cache.head_size % 8 == 0 && cache.block_stride % 8 == 0 && cache.slot_stride % 8 == 0 &&
+                    cache.head_stride % 8 == 0 && reinterpret_cast<intptr_t>(cache.data) % (bytes < 16 ? bytes : 16) == 0;
+  const int64_t shared_bytes = general::shared_bytes(launch);
+  wide ? launch_dependent(general::attention<kDims, 8>, plan.grid, general::kThreads, shared_bytes, launch, stream)
+       : launch_dependent(general::attention<kDims, 1>, plan.grid, general::kThreads, shared_bytes, launch, stream);
+}
+
+void launch_attention(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
+  const int64_t head_size_v = launch.params.value_cache.head_size;
+  if (plan.tensor_cores && launch.params.query_dtype == DType::float16) return launch_mma_float16(launch, plan, stream);
+  if (plan.tensor_cores) return launch_mma_bfloat16(launch, plan, stream);
+  if (head_size_v <= 4 * kWarp) return launch_general<4>(launch, plan, stream);
+  if (head_size_v <= 18 * kWarp) return launch_general<18>(launch, plan, stream);
+  throw std::invalid_argument("head_size_v must be at most 576, got " + std::to_string(head_size_v));
+}
+
+AttentionPlan plan_attention(const AttentionParams& params) {
+  AttentionPlan plan{};
+  const Device& device = current_device();
+  plan.tensor_cores = fits_tensor_cores(params);
+  const int64_t key_size = params.key_cache.head_size, value_size = params.value_cache.head_size;
+  const int64_t size = key_size > value_size ? key_size : value_size;
+  plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
+  plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class) : general::kRows;
+  plan.grid = device.num_sms * (plan.tensor_cores ? 1 : 3);
+  Workspace& w = plan.workspace;
+  w.row_stride = int32_t(round_up(value_size, 4));
+  w.slot_floats = int64_t(plan.rows) * (2 + w.row_stride);
+  w.max_pieces = params.deterministic ? max_units(params, plan.rows) : plan.grid + kMaxUnits;
+  plan.num_slots = params.deterministic ? w.max_pieces : 2 * w.max_pieces;
+  plan.bytes = kHeaderBytes + round_up(4 * w.max_pieces, 256) + 4 * plan.num_slots * w.slot_floats;
+  return plan;
+}
+
+}  // namespace
+
+int64_t paged_attention_workspace(const AttentionParams& params) { return plan_attention(params).bytes; }
+
+void paged_attention(const AttentionParams& params, cudaStream_t stream) {
+  if (params.num_tokens == 0 || params.num_heads == 0) return;
+  const AttentionPlan plan = plan_attention(params);
+  AttentionLaunch launch{params,
+                         plan.workspace,
+                         clip_window(params.window_left),
+                         clip_window(params.window_right),
+                         int32_t(params.num_heads / params.num_kv_heads),
+                         log2_of(params.block_size)};
+  char* memory = static_cast<char*>(params.workspace);
+  Workspace& w = launch.workspace;
+  w.queue = reinterpret_cast<uint32_t*>(memory);
+  w.arrivals = reinterpret_cast<uint32_t*>(memory + kHeaderBytes);
+  w.slots = reinterpret_cast<float*>(memory + kHeaderBytes + round_up(4 * w.max_pieces, 256));
+  const int64_t resets = divide_up(w.max_pieces, 4 * kMaxAttentionThreads);
+  reset_counts<<<unsigned(resets < 1 ? 1 : resets < plan.grid ? resets : plan.grid), kMaxAttentionThreads, 0, stream>>>(w);
+  launch_attention(launch, plan, stream);
+  check_launch("paged_attention");
+}
+
+}  // namespace paged_kv::cuda

@@ -1,0 +1,120 @@
+"""A decode step under torch.compile: one graph for every length, no graph break, nothing of a cache's size copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from torch_paged_kv import PagedKVCache
+
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+
+FAMILIES = ("llama", "gemma3", "gpt_oss", "gpt2")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def decode(model: Any, step: Callable[..., Any], cache: Any, batch: dict[str, Tensor], steps: int) -> Tensor:
+    """Greedy tokens [rows, steps]: an eager prefill, then `step`. `step` is given nothing but tensors and the cache."""
+    mask = batch["attention_mask"]
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(**batch, position_ids=position_ids, past_key_values=cache).logits[:, -1]
+    position, tokens = position_ids[:, -1:], [logits.argmax(-1, keepdim=True)]
+    for _ in range(steps - 1):
+        position = position + 1
+        logits = step(input_ids=tokens[-1], position_ids=position, past_key_values=cache).logits[:, -1]
+        tokens.append(logits.argmax(-1, keepdim=True))
+    return torch.cat(tokens, dim=1)
+
+
+@pytest.mark.parametrize("lengths", [[3], [models.PROMPT, 5]], ids=["alone", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_graph_for_growing_lengths(family: str, lengths: list[int]) -> None:
+    """Over many block edges, and past the window of sliding layers."""
+    model, batch, graphs = models.tiny(family), models.prompts(lengths), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step: Any = torch.compile(model.forward, fullgraph=True, backend=backend)
+    cache = PagedKVCache(model.config, block_size=4, num_blocks=120)
+    tokens = decode(model, step, cache, batch, 24)
+    assert len(graphs) == 1
+    assert not counters["graph_break"]
+    expected = models.generate(model, batch, models.dynamic().new(model), max_new_tokens=24, eos_token_id=None).tokens[
+        0
+    ][:, max(lengths) :]
+    assert torch.equal(tokens, expected)
+    assert cache.get_seq_length() == max(lengths) + 23
+    assert cache.stats()["tokens"] == sum(lengths) + 23 * len(lengths)
+    cache.reset()
+    assert cache.pool.num_free == cache.pool.num_blocks == 120
+
+
+def test_nothing_of_a_caches_size_is_copied() -> None:
+    """Inductor re-uses the pool in place: a compiled step allocates far less than one layer's share of the pool."""
+    model, batch = models.tiny("llama"), models.prompts([models.PROMPT])
+    step: Any = torch.compile(model.forward, fullgraph=True)
+    cache = PagedKVCache(model.config, block_size=16, num_blocks=10_000)
+    tokens = decode(model, step, cache, batch, 6)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    lane_bytes = cache.stats()["bytes_total"] // model.config.num_hidden_layers
+    assert lane_bytes > 10 << 20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        last: Any = tokens[:, -1:]
+        step(input_ids=last, position_ids=torch.tensor([[models.PROMPT + 5]]), past_key_values=cache)
+    events: Any = profiled.events()
+    largest = max(abs(event.self_cpu_memory_usage) for event in events)
+    assert 0 < largest < lane_bytes // 10
+    expected = models.generate(model, batch, models.dynamic().new(model), max_new_tokens=6).tokens[0]
+    assert torch.equal(tokens, expected[:, models.PROMPT :])
+
+
+def test_eager_and_compiled_steps_take_turns() -> None:
+    """The lengths are the cache's own, so neither kind of step misleads the other; nor do forks and crops between."""
+    model, batch = models.tiny("llama"), models.prompts([models.PROMPT])
+    compiled: Any = torch.compile(model.forward, fullgraph=True, backend="eager")
+    cache = PagedKVCache(model.config, block_size=4, num_blocks=60)
+    turns = 0
+
+    def step(**inputs: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        if turns % 4 == 0:  # an excursion that is rolled back
+            compiled(**inputs)
+            cache.crop(-1)
+        if turns % 5 == 0:  # a fork that writes a token of its own, then is dropped
+            model(**inputs | {"past_key_values": cache.fork()})
+        return (model if turns % 3 == 0 else compiled)(**inputs)
+
+    tokens = decode(model, step, cache, batch, 20)
+    expected = models.generate(model, batch, models.dynamic().new(model), max_new_tokens=20, eos_token_id=None).tokens[
+        0
+    ][:, models.PROMPT :]
+    assert torch.equal(tokens, expected)
+
+
+def test_a_compiled_step_that_runs_out_of_blocks_raises() -> None:
+    model = models.tiny("llama")
+    step: Any = torch.compile(model.forward, fullgraph=True, backend="eager")
+    cache = PagedKVCache(model.config, block_size=4, num_blocks=5)
+    with pytest.raises((RuntimeError, ValueError), match=r"out of blocks|block_table"):
+        decode(model, step, cache, models.prompts([models.PROMPT]), 20)  # 13 + 19 tokens, room for 20
+    cache.reset()
+    assert cache.pool.num_free == cache.pool.num_blocks == 5
