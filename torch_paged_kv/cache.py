@@ -136,8 +136,8 @@ class PagedKVCache(nn.Module):
     def stats(self) -> dict[str, int | float]:
         """Exact numbers of what is held.
 
-        ``num_blocks``, ``free_blocks``, ``held_blocks``, ``bytes_held`` and ``bytes_total`` speak of the pool; ``tokens``
-        and ``utilisation`` (filled share of the slots in the blocks of this cache's tables) of this cache.
+        ``num_blocks``, ``free_blocks``, ``held_blocks``, ``bytes_held`` and ``bytes_total`` speak of the pool;
+        ``tokens`` and ``utilisation`` (filled share of the slots in the blocks of this cache's tables) of this cache.
         """
         pool = self._pool
         total, free, block_bytes = (0, 0, 0) if pool is None else (pool.num_blocks, pool.num_free, pool.block_bytes)
@@ -275,7 +275,8 @@ class PagedKVCache(nn.Module):
             sinks=sinks,
             alibi_slopes=alibi_slopes,
             mask=None if mask is None else self._packed_mask(mask, step),
-        ).unflatten(0, (step.num_seqs, step.length))
+        )
+        out = out.view(step.num_seqs, step.length, *out.shape[1:])
         if step.order is None:
             return out
         return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
@@ -295,8 +296,8 @@ class PagedKVCache(nn.Module):
         """A layer's keys and values as dense tensors over the padded positions.
 
         Returns:
-            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies. Padding, and what a sliding
-            window has released, is 0.
+            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies. Padding, and what a
+            sliding window has released, is 0.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("gather has a data-dependent shape: call it outside of the compiled graph")
@@ -384,7 +385,7 @@ class PagedKVCache(nn.Module):
         return self._progress.keeping_past
 
     def keep_past(self, keep: bool = True) -> None:
-        """Whether sliding windows hold on to what leaves them until the next :meth:`truncate` (speculative decoding)."""
+        """Whether sliding windows hold on to what leaves them until the next `truncate` (speculative decoding)."""
         self._progress.keeping_past = keep
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
@@ -429,7 +430,9 @@ class PagedKVCache(nn.Module):
     def _add_layer(self, layer: int, key: Tensor, value: Tensor) -> None:
         """First write of a layer: its place, its shape, its memory."""
         if torch.compiler.is_compiling():
-            raise RuntimeError(f"layer {layer} must be written once outside of a compiled graph (an eager prefill) first")
+            raise RuntimeError(
+                f"layer {layer} must be written once outside of a compiled graph (an eager prefill) first"
+            )
         if self._windows is None:
             self._places += [LayerPlace(0, lane, None) for lane in range(len(self._places), layer + 1)]
         place, shape = self._places[layer], LayerShape(key.shape[1], key.shape[3], value.shape[3])
@@ -525,8 +528,7 @@ class PagedKVCache(nn.Module):
             )
 
     def _packed_mask(self, mask: Tensor, step: Step) -> Tensor:
-        """``[num_seqs or 1, num_heads or 1, length, seen]`` -> ``[num_tokens, num_heads or 1, seen]``, columns of real
-        tokens at the right."""
+        """``[num_seqs or 1, num_heads or 1, length, seen]`` to ``[num_tokens, num_heads or 1, seen]``."""
         mask = mask.expand(step.num_seqs, -1, step.length, -1)
         if step.order is not None:
             mask = mask.gather(2, step.order[:, None, :, None].expand(mask.shape))

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 PROMPTS = (
-    "What is the capital of Italy?",
-    "Explain in two sentences why the sky is blue.",
+    "What is the capital of France?",
+    "Why is the sky blue?",
     "Here is a note from a lighthouse keeper: the lamp was lit at dusk, the wind turned to the north before midnight, "
     "and two fishing boats came in behind the breakwater. At four in the morning the fog bell was rung for an hour, "
     "since the light could not be seen from the harbour. At dawn the glass was rising and both boats went out again. "
-    "Which two things did the keeper do that night?",
-    "Write one line of verse about the sea.",
+    "Tell this story in your own words.",
+    "Write a haiku about the sea.",
 )
 RUNS = 2  # of each cache, in turn; the faster one counts
 

@@ -1,8 +1,8 @@
 """How layers share one pool: groups of like visibility, lanes of storage. Pure functions of plain numbers.
 
 Layers that see the same keys (full attention, or one sliding window) hold the same logical blocks, so they share a
-block table: a *group*. A block of a group needs memory for each of its layers: its *lanes*. Groups draw on one pool, so
-a lane is shared by one layer of each group, and all groups are cut to the same number of layers where that costs little.
+block table: a *group*. A block of a group needs memory for each of its layers: its *lanes*. Groups draw on one pool,
+so a lane is shared by one layer of each group, and groups are cut to one number of layers where that costs little.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def cache_views(lane: Tensor, shape: LayerShape, block_size: int) -> tuple[Tenso
 
     Args:
         lane: ``[num_blocks, elements]``. Of each (block, head) the key rows lie first, then the value rows, row-major.
+        shape: sizes of the layer's rows.
+        block_size: tokens in a block.
 
     Returns:
         ``[num_blocks, block_size, num_kv_heads, head_size]`` and ``[..., head_size_v]``.

@@ -1,8 +1,8 @@
 """PagedKVCache for Transformers (4.57 and newer): goes wherever a ``DynamicCache`` goes, on an untouched model.
 
 How attention finds the cache: ``update`` stores the new keys and values and returns them with a handle on the key
-tensor. Every attention function that a model looks up is given out behind :func:`_attend`, which takes the paged path if
-the key carries a handle and otherwise calls the function with the same arguments. Likewise every mask function is
+tensor. Every attention function that a model looks up is given out behind :func:`_attend`, which takes the paged path
+if the key carries a handle and otherwise calls the function with the same arguments. Likewise every mask function is
 behind :func:`_make_mask`, which steps in only right after a paged cache was asked for its mask sizes. So ordinary
 forwards, other caches and training see the functions they always saw.
 
@@ -106,7 +106,7 @@ class PagedLayer(CacheLayerMixin):
         return owner
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether the layer was written."""
         return self.owner.is_written(self.index)
 
@@ -120,12 +120,12 @@ class PagedLayer(CacheLayerMixin):
         self.owner.keep_past(value)
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """Gathered keys ``[num_seqs, num_kv_heads, seen, head_size]``, a copy; None before the first update."""
         return self.owner.gather(self.index)[0] if self.is_initialized else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """Gathered values ``[num_seqs, num_kv_heads, seen, head_size_v]``, a copy; None before the first update."""
         return self.owner.gather(self.index)[1] if self.is_initialized else None
 
@@ -161,8 +161,8 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     """A paged KV cache that ``generate(past_key_values=...)`` takes wherever it takes a ``DynamicCache``.
 
     Args:
-        config: the model's config; tells which layers slide and which are not attention. None: taken from the model when
-            it builds its first mask; models that build none count as full attention throughout.
+        config: the model's config; tells which layers slide and which are not attention. None: taken from the model
+            when it builds its first mask; models that build none count as full attention throughout.
         block_size: tokens in a block, >= 1.
         num_blocks: size of the pool in blocks. At most one size may be given; none: the pool grows on demand. A given
             size never grows, and running out raises :class:`OutOfBlocksError`.
@@ -222,6 +222,8 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             key_states: ``[num_seqs, num_kv_heads, length, head_size]``.
             value_states: ``[num_seqs, num_kv_heads, length, head_size_v]``.
             layer_idx: index of the layer in the model.
+            *args: what some releases add; not needed.
+            **kwargs: likewise.
 
         Returns:
             What the layer's attention function takes: the new ones with a handle on the key, or gathered ones.
@@ -302,7 +304,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         """Number of key positions with the coming ones, and the first of them."""
         if layer_idx >= len(self.layers) or isinstance(self.layers[layer_idx], PagedLayer):
             return self.mask_sizes(query_length)
-        sizes: tuple[int, int] = DynamicCache.get_mask_sizes(self, query_length, layer_idx)
+        sizes: tuple[int, int] = DynamicCache.get_mask_sizes(self, query_length, layer_idx)  # type: ignore[arg-type]
         return sizes
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
@@ -335,8 +337,8 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         seen: Any = self._rows.seen if compiling and self._rows is not None else self.seen
         step = self._progress.step if index > 0 else None
         if step is not None and index > step.written:
-            return seen - step.length
-        return seen
+            seen = seen - step.length
+        return seen  # type: ignore[no-any-return]
 
     # ---- what generate calls --------------------------------------------------------------------------------------
 
@@ -511,9 +513,10 @@ def _give_out_behind(interface: type, name: str) -> None:
     setattr(interface, name, wrapped)
 
 
-_sdpa_mask = masking_utils.AttentionMaskInterface._global_mapping["sdpa"]
-for _name, _function in masking_utils.AttentionMaskInterface._global_mapping.items():
-    masking_utils.AttentionMaskInterface._global_mapping[_name] = functools.partial(_make_mask, _function)
+_mask_functions: dict[str, Any] = masking_utils.AttentionMaskInterface._global_mapping
+_sdpa_mask = _mask_functions["sdpa"]
+for _name, _function in _mask_functions.items():
+    _mask_functions[_name] = functools.partial(_make_mask, _function)
 _give_out_behind(
     modeling_utils.AttentionInterface,
     "get_interface" if hasattr(modeling_utils.AttentionInterface, "get_interface") else "__getitem__",
