@@ -127,17 +127,19 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 EAGER_ONLY = {"gpt_oss", "gemma2"}  # sinks and softcap: SDPA has neither
 DIRECT = ("llama", "qwen3", "gemma3", "gpt_oss", "phi3", "mistral", "gpt2")
-DIRECT_MORE = ("gemma2", "mixtral", "phimoe", "llama4", "gemma3n", "qwen3_next")
+DIRECT_MORE: tuple[str, ...] = ("gemma2", "mixtral", "llama4", "gemma3n")
 GATHERED = ("falcon", "bloom", "deepseek_v3")
 ENCODER_DECODER = ("t5", "bart", "whisper")
 SLIDING = ("gemma3", "gpt_oss", "mistral")
 RELEASE = Version(transformers.__version__)
+if RELEASE.major >= 5:  # before, DynamicCache itself differs from no cache on phimoe, and qwen3_next has its own cache
+    DIRECT_MORE += ("phimoe", "qwen3_next")
 
 
 def goes_direct(family: str) -> bool:
     """Whether this release's code of a family attends through a function it looks up; else the cache gathers."""
     if RELEASE.major < 5:  # eager attention is not looked up
-        return family in DIRECT + DIRECT_MORE and family not in EAGER_ONLY | {"phimoe"}
+        return family in DIRECT + DIRECT_MORE and family not in EAGER_ONLY
     return family in DIRECT + DIRECT_MORE
 
 

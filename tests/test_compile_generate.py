@@ -28,6 +28,15 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def decode_step(step: Callable[..., Any], cache: Any, token: Tensor, position: Tensor, seen: int) -> Tensor:
+    """Logits [rows, vocab] after one more token [rows, 1]."""
+    inputs = {"input_ids": token, "position_ids": position}
+    if models.RELEASE.major < 5:  # older models would compute it from a length as a number
+        inputs["cache_position"] = torch.tensor([seen])
+    logits: Tensor = step(**inputs, past_key_values=cache).logits[:, -1]
+    return logits
+
+
 def decode(model: Any, step: Callable[..., Any], cache: Any, batch: dict[str, Tensor], steps: int) -> Tensor:
     """Greedy tokens [rows, steps]: an eager prefill, then `step`. `step` is given nothing but tensors and the cache."""
     mask = batch["attention_mask"]
@@ -36,7 +45,7 @@ def decode(model: Any, step: Callable[..., Any], cache: Any, batch: dict[str, Te
     position, tokens = position_ids[:, -1:], [logits.argmax(-1, keepdim=True)]
     for _ in range(steps - 1):
         position = position + 1
-        logits = step(input_ids=tokens[-1], position_ids=position, past_key_values=cache).logits[:, -1]
+        logits = decode_step(step, cache, tokens[-1], position, mask.shape[1] + len(tokens) - 1)
         tokens.append(logits.argmax(-1, keepdim=True))
     return torch.cat(tokens, dim=1)
 
@@ -45,6 +54,8 @@ def decode(model: Any, step: Callable[..., Any], cache: Any, batch: dict[str, Te
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_for_growing_lengths(family: str, lengths: list[int]) -> None:
     """Over many block edges, and past the window of sliding layers."""
+    if not models.goes_direct(family):
+        pytest.skip("gathering has a shape that depends on data; this release's code of the family needs it")
     model, batch, graphs = models.tiny(family), models.prompts(lengths), []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -77,8 +88,7 @@ def test_nothing_of_a_caches_size_is_copied() -> None:
     lane_bytes = cache.stats()["bytes_total"] // model.config.num_hidden_layers
     assert lane_bytes > 10 << 20
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        last: Any = tokens[:, -1:]
-        step(input_ids=last, position_ids=torch.tensor([[models.PROMPT + 5]]), past_key_values=cache)
+        decode_step(step, cache, tokens[:, -1:], torch.tensor([[models.PROMPT + 5]]), models.PROMPT + 5)
     events: Any = profiled.events()
     largest = max(abs(event.self_cpu_memory_usage) for event in events)
     assert 0 < largest < lane_bytes // 10

@@ -555,21 +555,14 @@ IS_SUBPROCESS = "PAGED_KV_TESTS_AGAIN" in os.environ
 def run_value_tests_again(*arguments: str, **environment: str) -> None:
     tests = Path(__file__).parent
     names = ("test_paged_attention.py", "test_reshape_and_cache.py", "test_merge.py", "test_block_ops.py")
+    environment |= {
+        "PAGED_KV_TESTS_AGAIN": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+    }
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            *arguments,
-            *map(str, map(tests.joinpath, names)),
-        ],
-        env=os.environ
-        | {"PAGED_KV_TESTS_AGAIN": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tests)}
-        | environment,
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments, *(tests / n for n in names)],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         cwd=tests.parent,

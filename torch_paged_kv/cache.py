@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .errors import OutOfBlocksError
 from .layout import LayerPlace, LayerShape, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
@@ -56,6 +57,8 @@ class Progress:
     step: Step | None = None  # begun and not yet written by every layer
     padding: Padding | None = None  # of the coming step
     mirror_stale: bool = False  # steps ran inside a compiled graph since the host last looked
+    announced: tuple[int, int] | None = None  # the coming step as the host expects it: positions, blocks
+    trusted: bool = False  # the mirror holds announced steps that it has not compared with the tensors
     keeping_past: bool = False  # sliding windows hold on to what leaves them ...
     cropped: bool = False  # ... until a crop
     pending: Any = None  # the layer that wrote and has not attended; for integrations
@@ -133,6 +136,11 @@ class PagedKVCache(nn.Module):
         """Tokens each sequence holds; padding takes no slot and is not counted."""
         return list(self._mirror().lens)
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether the pool has a given size, so that steps may run inside a compiled graph."""
+        return bool(self._size) if self._pool is None else not self._pool.growable
+
     def stats(self) -> dict[str, int | float]:
         """Exact numbers of what is held.
 
@@ -193,6 +201,29 @@ class PagedKVCache(nn.Module):
         if not real.all():
             order = None if is_right_aligned(real) else right_align(real)
             progress.padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
+
+    def announce(self, length: int) -> None:
+        """The host's hook before a step that may run inside a compiled graph, where no Python runs.
+
+        It lets the mirror of the lengths advance without asking the device, and raises where the pool cannot do.
+
+        Args:
+            length: new positions.
+
+        Raises:
+            OutOfBlocksError: the step would not find its blocks; nothing has changed.
+        """
+        lengths = self._mirror(exact=length > 1)
+        progress, pool = self._progress, self._pool
+        progress.announced = None
+        if pool is None or self._rows is None or pool.growable or length > 1:
+            return
+        wanted, _ = lengths.blocks([length] * len(lengths.lens), self.block_size, pool.shared)
+        wanted *= len(self._group_windows)
+        # What is wanted is exact unless blocks are shared, or leave a window in the same step.
+        if not pool.has_room(wanted) and not pool.shared and not self._sliding:
+            raise OutOfBlocksError(wanted, pool.free_bound)
+        progress.announced = (length, wanted)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> Step:
         """Store the new keys and values of one layer; the first layer's write begins the step for all of them.
@@ -418,14 +449,39 @@ class PagedKVCache(nn.Module):
             self._finalizer = weakref.finalize(self, free_rows, self.pool, rows)
             self._finalizer.atexit = False
 
-    def _mirror(self) -> Lengths:
-        """The lengths as the host knows them; read from the tensors after steps that ran inside a compiled graph."""
-        if self._progress.mirror_stale and self._rows is not None:
-            self._progress.mirror_stale = False
-            lens = self._rows.seq_lens.tolist()
-            floor = list(lens) if self._sliding else self._lengths.floor
-            self._lengths = Lengths(lens, int(self._rows.seen), floor, self._lengths.segments)
+    def _mirror(self, exact: bool = True) -> Lengths:
+        """The lengths as the host knows them.
+
+        Steps that ran inside a compiled graph are read from the tensors, or, unless ``exact``, taken as announced.
+        """
+        progress = self._progress
+        if progress.mirror_stale and progress.announced is not None and not exact:
+            length, wanted = progress.announced
+            self._advance(length, None, self._sliding)
+            self.pool.take(wanted)
+            progress.trusted = True
+        elif progress.mirror_stale or (progress.trusted and exact):
+            self._read_lengths()
+            progress.trusted = False
+        else:
+            return self._lengths
+        progress.mirror_stale, progress.announced = False, None
         return self._lengths
+
+    def _read_lengths(self) -> None:
+        """Read the mirror from the tensors, and whether a step ran out of blocks. Synchronises on CUDA."""
+        rows = self._rows
+        assert rows is not None
+        lens = rows.seq_lens.tolist()
+        floor = list(lens) if self._sliding else self._lengths.floor
+        self._lengths = Lengths(lens, int(rows.seen), floor, self._lengths.segments)
+        self.pool.raise_if_exhausted()
+
+    def _advance(self, length: int, real: Tensor | None, released: bool) -> None:
+        """Let the mirror follow a step."""
+        if released:
+            self._lengths.floor = list(self._lengths.lens)
+        self._lengths.advance(length, real)
 
     def _add_layer(self, layer: int, key: Tensor, value: Tensor) -> None:
         """First write of a layer: its place, its shape, its memory."""
@@ -485,10 +541,8 @@ class PagedKVCache(nn.Module):
             ops.copy_blocks(pool.lanes(), [], block_mapping)
         rows.seen.add_(length)
         if not compiling:
-            if releasing and self._sliding:
-                self._lengths.floor = list(self._lengths.lens)
             progress.cropped = False
-            self._lengths.advance(length, None if padding is None else padding.real)
+            self._advance(length, None if padding is None else padding.real, releasing and self._sliding)
         progress.step = Step(
             num_seqs,
             length,
@@ -501,6 +555,7 @@ class PagedKVCache(nn.Module):
 
     def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
         """Rows, table width and free blocks for an eager step; False if blocks may be lacking."""
+        self._progress.announced = None
         if self.num_seqs != num_seqs:
             if self.seen:
                 raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")

@@ -67,15 +67,25 @@ class KVPool(BlockPool):
             self._set_lane(index, _resized(lane, num_blocks, lane.shape[1]))
         self.free_bound += added
 
-    def make_room(self, wanted: int) -> bool:
-        """See to ``wanted`` free blocks where the pool may grow; False if they may be lacking."""
+    def has_room(self, wanted: int) -> bool:
+        """Whether ``wanted`` blocks are free; asks the device only if the host's bound leaves it open."""
         if self.bound_stale or wanted > self.free_bound:
             self.free_bound = self.num_free
             self.bound_stale = False
-        if wanted > self.free_bound and self.growable:
-            self.grow(max(int(self.num_blocks * GROWTH), self.num_blocks + wanted - self.free_bound))
-        enough = wanted <= self.free_bound
+        return wanted <= self.free_bound
+
+    def take(self, wanted: int) -> None:
+        """Let the host's bound follow a step that takes at most ``wanted`` blocks."""
         self.free_bound = max(0, self.free_bound - wanted)
+        self.bound_stale = False
+
+    def make_room(self, wanted: int) -> bool:
+        """See to ``wanted`` free blocks where the pool may grow; False if they may be lacking."""
+        enough = self.has_room(wanted)
+        if not enough and self.growable:
+            self.grow(max(int(self.num_blocks * GROWTH), self.num_blocks + wanted - self.free_bound))
+            enough = True
+        self.take(wanted)
         return enough
 
     @property

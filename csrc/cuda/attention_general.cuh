@@ -37,8 +37,8 @@ struct Row {
 
 __device__ inline Row row_at(const AttentionLaunch& a, const Segment& s, int row) {
   if (row >= s.rows) return {0, 0, {0, 0}, 0.0f};
-  const int32_t packed = s.first_row + row, query = packed / a.group;
-  const int32_t head = s.kv_head * a.group + packed % a.group;
+  const int32_t packed = s.first_row + row, query = a.group.divide(packed), group = a.group.value;
+  const int32_t head = s.kv_head * group + packed - query * group;
   return {s.sequence.token + query, head, visible_to_any(a, s.sequence, query, query),
           a.params.alibi_slopes ? a.params.alibi_slopes[head] : 0.0f};
 }
@@ -53,19 +53,26 @@ __device__ inline float mask_bias(const AttentionParams& p, const Row& row, int3
   return static_cast<const uint8_t*>(p.mask.data)[at] ? 0.0f : -INFINITY;
 }
 
+// Products are summed eight by eight: that rounds less than one by one, and alike whatever the alignment.
 template <int kVector>
 __device__ void dot_rows(const void* key, DType dtype, const float* queries, int64_t stride, int64_t size,
                          float (&scores)[kRows]) {
-  for (int64_t d = 0; d < size; d += kVector) {
-    float values[kVector];
-    load_floats(key, dtype, d, values);
+  constexpr int kTogether = 8;
+#pragma unroll 1
+  for (int64_t start = 0; start < size; start += kTogether) {
+    float parts[kRows] = {};
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float part = 0.0f;  // summing vector by vector rounds less than element by element
+    for (int d = 0; d < kTogether; d += kVector) {
+      if (start + d >= size) break;
+      float values[kVector];
+      load_floats(key, dtype, start + d, values);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) part = fmaf(queries[r * stride + d + i], values[i], part);
-      scores[r] += part;
+      for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) parts[r] = fmaf(queries[r * stride + start + d + i], values[i], parts[r]);
     }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) scores[r] += parts[r];
   }
 }
 

@@ -22,8 +22,8 @@ struct AttentionPlan {
 inline constexpr int64_t kFixedSharedBytes = 26 * 1024;
 
 // Launches on the stream so that the kernel comes up while its predecessor runs, if it was compiled to wait for it.
-template <class Kernel>
-void launch_dependent(Kernel kernel, int grid, int threads, int64_t shared_bytes, const AttentionLaunch& launch,
+template <void (*kKernel)(AttentionLaunch)>
+void launch_dependent(int grid, int threads, int64_t shared_bytes, const AttentionLaunch& launch,
                       cudaStream_t stream) {
   struct Known {
     bool asked = false, waits = false;
@@ -35,8 +35,8 @@ void launch_dependent(Kernel kernel, int grid, int threads, int64_t shared_bytes
   Known& known = devices[device];
   if (!known.asked || known.shared_bytes < shared_bytes) {
     cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), "paged_attention");
+    check(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), "paged_attention");
     known = {true, attributes.ptxVersion >= 90, shared_bytes};
   }
   cudaLaunchAttribute attribute{};
@@ -49,7 +49,7 @@ void launch_dependent(Kernel kernel, int grid, int threads, int64_t shared_bytes
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = known.waits ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, launch), "paged_attention");
+  check(cudaLaunchKernelEx(&config, kKernel, launch), "paged_attention");
 }
 
 void launch_mma_float16(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);

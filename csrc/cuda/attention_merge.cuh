@@ -29,8 +29,8 @@ struct Partial {
 
 // [token, head] as one number, of packed row `row` of a sequence.
 __device__ inline int64_t output_row(const AttentionLaunch& a, const Segment& s, int32_t row) {
-  const int32_t packed = s.first_row + row, query = packed / a.group;
-  return int64_t(s.sequence.token + query) * a.params.num_heads + int64_t(s.kv_head) * a.group + packed - query * a.group;
+  const int32_t packed = s.first_row + row, query = a.group.divide(packed), group = a.group.value;
+  return int64_t(s.sequence.token + query) * a.params.num_heads + s.kv_head * group + packed - query * group;
 }
 
 __device__ inline void store_lse(const AttentionLaunch& a, int64_t output_row, RowState state) {

@@ -312,14 +312,15 @@ struct State {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = t * 8 + 2 * (lane % 4) + c;
-        const int32_t packed = s.first_row + (row < s.rows ? row : 0), query = packed / a.group;
+        const int32_t packed = s.first_row + (row < s.rows ? row : 0), query = a.group.divide(packed);
+        const int32_t group = a.group.value;
         maximum[t][c] = -INFINITY;
         sum[t][c] = 0.0f;
         keys[t][c] = visible_to_any(a, s.sequence, query, query);
-        slopes[t][c] = p.alibi_slopes ? p.alibi_slopes[s.kv_head * a.group + packed - query * a.group] : 0.0f;
+        slopes[t][c] = p.alibi_slopes ? p.alibi_slopes[s.kv_head * group + packed - query * group] : 0.0f;
       }
     }
-    const int32_t first = s.first_row / a.group, last = (s.first_row + s.rows - 1) / a.group;
+    const int32_t first = a.group.divide(s.first_row), last = a.group.divide(s.first_row + s.rows - 1);
     all = {visible_to_any(a, s.sequence, last, last).begin, visible_to_any(a, s.sequence, first, first).end};
   }
 
@@ -328,8 +329,8 @@ struct State {
     const AttentionParams& p = a.params;
     const int lane = threadIdx.x % kWarp, row = t * 8 + lane / 4;
     const bool valid = row < s.rows;
-    const int32_t packed = s.first_row + (valid ? row : 0), query = packed / a.group;
-    const int64_t head = s.kv_head * a.group + packed - query * a.group;
+    const int32_t packed = s.first_row + (valid ? row : 0), query = a.group.divide(packed), group = a.group.value;
+    const int64_t head = s.kv_head * group + packed - query * group;
     const uint16_t* source = static_cast<const uint16_t*>(p.query) + (s.sequence.token + query) * p.query_token_stride +
                              head * p.query_head_stride;
 #pragma unroll

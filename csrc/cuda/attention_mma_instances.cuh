@@ -12,8 +12,8 @@ void launch_instance(const AttentionLaunch& launch, const AttentionPlan& plan, c
   constexpr int64_t kWarpBytes = S::kStages * S::kStageBytes;
   const int64_t fit = (current_device().shared_bytes - kFixedSharedBytes) / kWarpBytes;
   const int warps = int(fit < 1 ? 1 : fit < S::kMaxWarps ? fit : S::kMaxWarps);
-  launch_dependent(attention<T, kHeadSize, kTiles>, plan.grid, warps * kWarp, warps * kWarpBytes + S::kQueryBytes, launch,
-                   stream);
+  launch_dependent<attention<T, kHeadSize, kTiles>>(plan.grid, warps * kWarp, warps * kWarpBytes + S::kQueryBytes,
+                                                    launch, stream);
 }
 
 template <class T>

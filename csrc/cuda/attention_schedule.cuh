@@ -30,21 +30,23 @@ struct Workspace {
   int32_t row_stride;     // floats of one row of weighted values: head_size_v rounded up to 4
 };
 
+// Division by a number that the host knows: one multiplication. For values below 2^31.
+struct Divisor {
+  uint32_t value, multiplier, shift;
+
+  __device__ int32_t divide(int32_t number) const {
+    return int32_t(value == 1 ? number : __umulhi(uint32_t(number), multiplier) >> shift);
+  }
+};
+
 struct AttentionLaunch {
   AttentionParams params;
   Workspace workspace;
   int32_t window_left, window_right;  // clipped to 2^30
-  int32_t group;                      // query heads per kv head
+  Divisor group;                      // query heads per kv head
   int32_t log2_block_size;            // -1: no power of two
+  int32_t log2_line_tiles;            // so many tiles are one step of the line, that its length fits 31 bits
 };
-
-// value / divisor for non-negative values; a 64-bit division costs some hundred instructions, a 32-bit one twenty.
-__device__ __noinline__ inline int64_t divide_long(int64_t value, int64_t divisor) { return value / divisor; }
-
-__device__ inline int64_t divide(int64_t value, int64_t divisor) {
-  if ((uint64_t(value) | uint64_t(divisor)) >> 32 == 0) return uint32_t(value) / uint32_t(divisor);
-  return divide_long(value, divisor);
-}
 
 struct Sequence {
   int32_t index, token, q_len, seq_len;
@@ -89,162 +91,173 @@ __device__ inline int64_t slot_of(const AttentionLaunch& a, int32_t first_piece,
 }
 
 struct ScheduleMemory {
-  int64_t prefix[kMaxAttentionThreads + 1];
-  int64_t sums[kMaxAttentionThreads / kWarp];
-  int32_t units[kMaxUnits];  // the n-th unit this block took: its piece, kOpen or kTaking
+  uint32_t prefix[kMaxAttentionThreads];         // line steps before the sequences of a thread
+  uint32_t sums[kMaxAttentionThreads / kWarp];
+  int32_t units[kMaxUnits];                      // the n-th unit this block took: its piece, kOpen or kTaking
 };
 
 template <int kRows, int kKeys>
 class Schedule {
  public:
-  // A walk over this block's segments; every warp has its own, and all walks see the same.
+  // A walk over this block's segments; every warp has its own, and all walks see the same. Steps of the line.
   struct Cursor {
-    int64_t position, end;
-    int32_t piece, taken;
+    int32_t position, end, piece, taken;
   };
 
   // Called by all threads.
-  __device__ Schedule(const AttentionLaunch& a, ScheduleMemory& memory)
-      : a_(a), memory_(memory), per_thread_(int32_t(divide(a.params.num_seqs + blockDim.x - 1, blockDim.x))) {
+  __device__ Schedule(const AttentionLaunch& a, ScheduleMemory& memory) : a_(a), memory_(memory) {
+    prefetch_table();
     for (int i = threadIdx.x; i < kMaxUnits; i += blockDim.x) memory_.units[i] = kOpen;
-    scan();
-    total_ = memory_.prefix[blockDim.x];
+    per_thread_ = 1;
+    if (a_.params.num_seqs > blockDim.x) per_thread_ = (uint32_t(a_.params.num_seqs) + blockDim.x - 1) / blockDim.x;
+    total_ = scan();
+    num_blocks_ = gridDim.x;
+    dealt_ = total_;
+    unit_ = 1;
     const int32_t warps = blockDim.x / kWarp;
-    const int64_t tiles_per_block = divide(total_, gridDim.x);
     if (a_.params.deterministic) {
-      num_blocks_ = gridDim.x;
-      if (total_ > a_.workspace.max_pieces) total_ = a_.workspace.max_pieces;  // cu_seqlens_q is no prefix sum
       dealt_ = 0;
-    } else if (tiles_per_block < warps * kTilesWorthAQueue) {
-      const int64_t blocks = divide(total_ + warps - 1, warps);  // a tile for each warp
-      num_blocks_ = blocks < gridDim.x ? int32_t(blocks) : gridDim.x;
-      dealt_ = total_;
-      unit_ = 1;
-    } else {
-      num_blocks_ = gridDim.x;
+      total_ = min(int64_t(total_), a_.workspace.max_pieces);  // more: cu_seqlens_q is no prefix sum
+    } else if (total_ < warps * num_blocks_) {
+      num_blocks_ = (total_ + warps - 1) / warps;  // a step for each warp
+    } else if (total_ >= kStepsWorthAQueue * warps * num_blocks_) {
       dealt_ = total_ - total_ / 16 * 3;  // SMs differ by a tenth and more
-      const int64_t units = min(int64_t(gridDim.x) * kUnitsPerBlock, int64_t(kMaxUnits));
-      unit_ = max(divide(total_ - dealt_ + units - 1, units), int64_t(2 * warps));
+      const int32_t units = min(num_blocks_ * kUnitsPerBlock, kMaxUnits);
+      unit_ = max((total_ - dealt_ + units - 1) / units, 2 * warps);
     }
+    share_ = num_blocks_ > 0 ? uint32_t(dealt_) / uint32_t(num_blocks_) : 0;
+    larger_ = dealt_ - share_ * num_blocks_;
   }
 
   __device__ Cursor start() const {
-    if (a_.params.deterministic) return {blockIdx.x, total_, int32_t(blockIdx.x), 0};
-    if (int32_t(blockIdx.x) >= num_blocks_) return {0, 0, 0, 0};
-    return {begin_of(blockIdx.x), begin_of(blockIdx.x + 1), int32_t(blockIdx.x), 0};
+    const int32_t block = blockIdx.x;
+    if (a_.params.deterministic) return {block, total_, block, 0};
+    if (block >= num_blocks_) return {0, 0, 0, 0};
+    return {begin_of(block), begin_of(block + 1), block, 0};
   }
 
   // Moves the cursor past its next segment. False at the end of this block's work. Called by whole warps.
   __device__ bool next(Cursor& c, Segment& s) const {
     if (c.position >= c.end && !take(c)) return false;
-    int64_t offset = c.position;
+    int32_t offset = c.position;
     const Work work = find(offset);
+    const int32_t size = a_.params.deterministic ? work.pieces : work.steps;
+    const int32_t item = uint32_t(offset) / uint32_t(size), first = offset - item * size;
     if (a_.params.deterministic) {
-      const int64_t item = divide(offset, work.pieces);
-      const int32_t piece = int32_t(offset - item * work.pieces);
-      const int32_t tiles = (work.tiles + work.pieces - 1) / work.pieces;
-      place(s, work, item, piece * tiles, min(work.tiles, (piece + 1) * tiles));
-      s.piece = int32_t(c.position);
-      s.first_piece = s.piece - piece;
+      const int32_t steps = (work.steps + work.pieces - 1) / work.pieces;
+      place(s, work, item, first * steps, min(work.steps, (first + 1) * steps));
+      s.piece = c.position;
+      s.first_piece = s.piece - first;
       s.pieces = work.pieces;
       c.position += gridDim.x;
       return true;
     }
-    const int64_t item = divide(offset, work.tiles);
-    const int32_t first = int32_t(offset - item * work.tiles);
-    const int64_t left = c.end - c.position;
-    const int32_t last = left < work.tiles - first ? first + int32_t(left) : work.tiles;
+    const int32_t last = min(first + c.end - c.position, size);
     place(s, work, item, first, last);
     s.piece = c.piece;
     s.first_piece = first == 0 ? c.piece : piece_of(c.position - first);
-    const int32_t last_piece = last == work.tiles ? c.piece : piece_of(c.position - first + work.tiles - 1);
-    s.pieces = last_piece - s.first_piece + 1;
+    s.pieces = 1 - s.first_piece + (last == size ? c.piece : piece_of(c.position - first + size - 1));
     c.position += last - first;
     return true;
   }
 
  private:
   static constexpr int32_t kOpen = -1, kTaking = -2;
-  static constexpr int kTilesWorthAQueue = 8;  // tiles per warp from which on a queue pays
+  static constexpr int32_t kStepsWorthAQueue = 8;  // per warp
+  static constexpr uint32_t kMost = INT32_MAX;
 
   // One sequence's share of the line.
   struct Work {
     Sequence sequence;
-    int32_t row_tiles, first_tile, tiles, pieces;
+    int32_t row_tiles, first_tile, tiles, steps, pieces;
   };
 
   __device__ Work work_of(int64_t index) const {
     Work w;
     w.sequence = sequence_at(a_.params, index);
-    const int64_t rows = int64_t(w.sequence.q_len) * a_.group;
-    w.row_tiles = int32_t((rows + kRows - 1) / kRows);
+    const int32_t rows = w.sequence.q_len * int32_t(a_.group.value);
+    w.row_tiles = (rows + kRows - 1) / kRows;
     const KeyRange keys = visible_to_any(a_, w.sequence, 0, w.sequence.q_len - 1);
     w.first_tile = keys.begin / kKeys;
     w.tiles = max((keys.end + kKeys - 1) / kKeys - w.first_tile, 1);  // one at least: someone must write the zeros
+    w.steps = (w.tiles + (1 << a_.log2_line_tiles) - 1) >> a_.log2_line_tiles;
     w.pieces = 1;
     if (a_.params.deterministic && rows <= kMaxSplitRows) {
       const int32_t wanted = min((w.tiles * kKeys + kPieceKeys - 1) / kPieceKeys, kPieces);
-      const int32_t tiles_per_piece = (w.tiles + wanted - 1) / wanted;
-      w.pieces = (w.tiles + tiles_per_piece - 1) / tiles_per_piece;  // none is empty
+      const int32_t steps = (w.steps + wanted - 1) / wanted;
+      w.pieces = (w.steps + steps - 1) / steps;  // none is empty
     }
     return w;
   }
 
-  __device__ int64_t size_of_work(const Work& w) const {
-    return a_.params.num_kv_heads * w.row_tiles * (a_.params.deterministic ? w.pieces : w.tiles);
+  __device__ uint32_t size_of_work(const Work& w) const {
+    const uint64_t size =
+        uint64_t(uint32_t(a_.params.num_kv_heads) * uint32_t(w.row_tiles)) * uint32_t(a_.params.deterministic ? w.pieces : w.steps);
+    return size < kMost ? uint32_t(size) : kMost;
   }
 
-  // prefix[t] = work of the sequences before those of thread t.
-  __device__ void scan() {
-    int64_t sum = 0;
+  // Sums stop at 2^31 - 1: reached only if cu_seqlens_q is no prefix sum, see log2_line_tiles.
+  __device__ static uint32_t add(uint32_t a, uint32_t b) { return min(a + b, kMost); }
+
+  // prefix[t] = work of the sequences before those of thread t. Returns the sum.
+  __device__ int32_t scan() {
+    uint32_t sum = 0;
 #pragma unroll 1
     for (int32_t i = 0; i < per_thread_; ++i) {
       const int64_t index = int64_t(threadIdx.x) * per_thread_ + i;
-      if (index < a_.params.num_seqs) sum += size_of_work(work_of(index));
+      if (index < a_.params.num_seqs) sum = add(sum, size_of_work(work_of(index)));
     }
-    int64_t inclusive = sum;
+    uint32_t inclusive = sum;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
-      const int64_t other = __shfl_up_sync(kFullMask, inclusive, step);
-      if (lane >= step) inclusive += other;
+      const uint32_t other = __shfl_up_sync(kFullMask, inclusive, step);
+      if (lane >= step) inclusive = add(inclusive, other);
     }
     if (lane == kWarp - 1) memory_.sums[warp] = inclusive;
     __syncthreads();
-#pragma unroll 1
-    for (int w = 0; w < warp; ++w) inclusive += memory_.sums[w];
-    memory_.prefix[threadIdx.x + 1] = inclusive;
-    if (threadIdx.x == 0) memory_.prefix[0] = 0;
+    uint32_t before = 0, total = 0;
+    const int warps = blockDim.x / kWarp;
+#pragma unroll
+    for (int w = 0; w < kMaxAttentionThreads / kWarp; ++w) {
+      const uint32_t part = w < warps ? memory_.sums[w] : 0;
+      if (w < warp) before = add(before, part);
+      total = add(total, part);
+    }
+    memory_.prefix[threadIdx.x] = add(before, inclusive) - sum;
     __syncthreads();
+    return int32_t(total);
   }
 
-  // The sequence that `offset` falls into; the offset becomes relative to it.
-  __device__ Work find(int64_t& offset) const {
-    int low = 0, high = blockDim.x;  // prefix[low] <= offset < prefix[high]
-#pragma unroll 1
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (memory_.prefix[middle] <= offset) low = middle;
-      else high = middle;
+  // The sequence that `offset` falls into; the offset becomes relative to it. Called by whole warps.
+  __device__ Work find(int32_t& offset) const {
+    const int lane = threadIdx.x % kWarp;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxAttentionThreads / kWarp; ++i) {
+      const int thread = i * kWarp + lane;
+      count += thread < blockDim.x && memory_.prefix[thread] <= uint32_t(offset);
     }
-    offset -= memory_.prefix[low];
-    int64_t index = int64_t(low) * per_thread_;
+    const int thread = int(__reduce_add_sync(kFullMask, unsigned(count))) - 1;  // the last that begins before
+    offset -= int32_t(memory_.prefix[thread]);
+    int64_t index = int64_t(thread) * per_thread_;
 #pragma unroll 1
     while (true) {
       const Work work = work_of(index);
-      const int64_t size = size_of_work(work);
-      if (offset < size) return work;
-      offset -= size;
+      const uint32_t size = size_of_work(work);
+      if (uint32_t(offset) < size || per_thread_ == 1) return work;
+      offset -= int32_t(size);
       ++index;
     }
   }
 
-  // Where dealt piece `block` begins on the line.
-  __device__ int64_t begin_of(int64_t block) const { return divide(dealt_ * block, num_blocks_); }
+  // Where dealt piece `block` begins on the line: the first `larger_` pieces have a step more.
+  __device__ int32_t begin_of(int32_t block) const { return block * share_ + min(block, larger_); }
 
-  __device__ int32_t piece_of(int64_t position) const {
-    if (position < dealt_) return int32_t(divide((position + 1) * num_blocks_ - 1, dealt_));
-    return num_blocks_ + int32_t(divide(position - dealt_, unit_));
+  __device__ int32_t piece_of(int32_t position) const {
+    if (position >= dealt_) return num_blocks_ + (position - dealt_) / unit_;
+    const int32_t border = larger_ * (share_ + 1);
+    return position < border ? position / (share_ + 1) : larger_ + (position - border) / share_;
   }
 
   // Puts the cursor on the next unit of the queue. The first warp of the block to ask takes it for all.
@@ -262,28 +275,40 @@ class Schedule {
     }
     piece = __shfl_sync(kFullMask, piece, 0);
     ++c.taken;
-    const int64_t begin = dealt_ + (piece - num_blocks_) * unit_;
+    const int64_t begin = dealt_ + int64_t(piece - num_blocks_) * unit_;
     if (begin >= total_) return false;
-    c.position = begin;
-    c.end = begin + unit_ < total_ ? begin + unit_ : total_;
+    c.position = int32_t(begin);
+    c.end = int32_t(min(begin + unit_, int64_t(total_)));
     c.piece = piece;
     return true;
   }
 
   // Items of a sequence: kv head after kv head, its row tiles side by side (they read the same keys).
-  __device__ void place(Segment& s, const Work& work, int64_t item, int32_t begin, int32_t end) const {
+  __device__ void place(Segment& s, const Work& work, int32_t item, int32_t begin, int32_t end) const {
     s.sequence = work.sequence;
-    s.kv_head = int32_t(divide(item, work.row_tiles));
-    s.first_row = int32_t(item - int64_t(s.kv_head) * work.row_tiles) * kRows;
-    s.rows = min(work.sequence.q_len * a_.group - s.first_row, kRows);
-    s.tile_begin = work.first_tile + begin;
-    s.tile_end = work.first_tile + end;
-    s.keys = visible_to_any(a_, work.sequence, s.first_row / a_.group, (s.first_row + s.rows - 1) / a_.group);
+    s.kv_head = work.row_tiles == 1 ? item : item / work.row_tiles;
+    s.first_row = (item - s.kv_head * work.row_tiles) * kRows;
+    s.rows = min(work.sequence.q_len * int32_t(a_.group.value) - s.first_row, kRows);
+    s.tile_begin = work.first_tile + (begin << a_.log2_line_tiles);
+    s.tile_end = work.first_tile + min(end << a_.log2_line_tiles, work.tiles);
+    s.keys = visible_to_any(a_, work.sequence, a_.group.divide(s.first_row), a_.group.divide(s.first_row + s.rows - 1));
+  }
+
+  // While the lengths are on their way: all blocks together bring the table near, if it is small.
+  __device__ void prefetch_table() const {
+    constexpr int64_t kLine = 32;  // entries
+    const AttentionParams& p = a_.params;
+    const int64_t lines = (p.num_seqs * p.block_table_stride + kLine - 1) / kLine;
+    if (lines > 32 * gridDim.x || p.block_table_stride < p.max_blocks) return;
+    const int64_t line = int64_t(threadIdx.x) * gridDim.x + blockIdx.x;
+    const int64_t end = (p.num_seqs - 1) * p.block_table_stride + p.max_blocks;
+    if (line * kLine < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_table + line * kLine));
   }
 
   const AttentionLaunch& a_;
   ScheduleMemory& memory_;
-  int64_t total_, dealt_, unit_;  // tiles: of the line, of the pieces dealt out from the start, of a unit of the queue
+  int32_t total_, dealt_, unit_;  // steps: of the line, of the pieces dealt out from the start, of a unit of the queue
+  int32_t share_, larger_;        // steps of a dealt piece; how many pieces have one more
   int32_t per_thread_, num_blocks_;
 };
 

@@ -47,6 +47,25 @@ int32_t log2_of(int64_t value) {
   return -1;
 }
 
+// Rounds the multiplier up: exact for numbers below 2^31 (Granlund and Montgomery, 1994).
+Divisor divisor_of(uint32_t value) {
+  uint32_t log = 0;
+  while ((uint64_t(1) << log) < value) ++log;
+  if (value == 1) return {1, 0, 0};
+  const uint64_t multiplier = ((uint64_t(1) << (31 + log)) + value - 1) / value;
+  return {value, uint32_t(multiplier), log - 1};
+}
+
+// Tiles of one step of the line, as a power of two: the line of the longest possible batch has below 2^31 steps.
+int32_t line_shift(const AttentionParams& p, const AttentionPlan& plan) {
+  const int keys = plan.tensor_cores ? 16 : kWarp;
+  const double row_tiles = double(p.num_tokens) * double(p.num_heads / p.num_kv_heads) / plan.rows + double(p.num_seqs);
+  double steps = double(p.num_kv_heads) * row_tiles * (double(p.max_blocks) * double(p.block_size) / keys + 1);
+  int32_t shift = 0;
+  for (; steps >= double(1 << 30) && shift < 30; steps /= 2) ++shift;
+  return shift;
+}
+
 // ---- Launches ----
 
 // First launch of paged_attention. The second is brought up while it runs, and reads the counts much later.
@@ -64,8 +83,8 @@ void launch_general(const AttentionLaunch& launch, const AttentionPlan& plan, cu
   const bool wide = cache.head_size % 8 == 0 && cache.block_stride % 8 == 0 && cache.slot_stride % 8 == 0 &&
                     cache.head_stride % 8 == 0 && reinterpret_cast<intptr_t>(cache.data) % (bytes < 16 ? bytes : 16) == 0;
   const int64_t shared_bytes = general::shared_bytes(launch);
-  wide ? launch_dependent(general::attention<kDims, 8>, plan.grid, general::kThreads, shared_bytes, launch, stream)
-       : launch_dependent(general::attention<kDims, 1>, plan.grid, general::kThreads, shared_bytes, launch, stream);
+  wide ? launch_dependent<general::attention<kDims, 8>>(plan.grid, general::kThreads, shared_bytes, launch, stream)
+       : launch_dependent<general::attention<kDims, 1>>(plan.grid, general::kThreads, shared_bytes, launch, stream);
 }
 
 void launch_attention(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
@@ -106,8 +125,9 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
                          plan.workspace,
                          clip_window(params.window_left),
                          clip_window(params.window_right),
-                         int32_t(params.num_heads / params.num_kv_heads),
-                         log2_of(params.block_size)};
+                         divisor_of(uint32_t(params.num_heads / params.num_kv_heads)),
+                         log2_of(params.block_size),
+                         line_shift(params, plan)};
   char* memory = static_cast<char*>(params.workspace);
   Workspace& w = launch.workspace;
   w.queue = reinterpret_cast<uint32_t*>(memory);

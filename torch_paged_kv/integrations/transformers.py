@@ -3,7 +3,7 @@
 How attention finds the cache: ``update`` stores the new keys and values and returns them with a handle on the key
 tensor. Every attention function that a model looks up is given out behind :func:`_attend`, which takes the paged path
 if the key carries a handle and otherwise calls the function with the same arguments. Likewise every mask function is
-behind :func:`_make_mask`, which steps in only right after a paged cache was asked for its mask sizes. So ordinary
+behind :func:`_make_mask`, which steps in only if the key length it is given came from a paged cache. So ordinary
 forwards, other caches and training see the functions they always saw.
 
 Models that touch keys and values between ``update`` and attention, or attend without looking up a function, get
@@ -83,11 +83,28 @@ class Handle:
     step: Step
 
 
+class KeyLength(int):
+    """A number of key positions that remembers which cache it is of, on its way to the mask function."""
+
+    def __new__(cls, length: int, owner: PagedKVCache) -> KeyLength:
+        """An int with an owner."""
+        number = super().__new__(cls, length)
+        number.owner = owner
+        return number
+
+    owner: PagedKVCache
+
+
 class PagedLayer(CacheLayerMixin):
     """One layer of a :class:`PagedKVCache` as Transformers sees it; the cache does the work for all of them."""
 
     is_croppable = True
     supports_early_init = False
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether generate may compile the decode steps: a pool of given size, and Transformers 5."""
+        return self.owner.is_sized and VERSION >= (5,)
 
     def __init__(self, owner: PagedKVCache, index: int, window: int | None) -> None:
         self._owner = weakref.ref(owner)  # a strong one would keep a dropped cache, and its blocks, until the next gc
@@ -239,7 +256,6 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
 
     def update_layer(self, layer: PagedLayer, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`update` for a paged layer."""
-        _mask_owner[0] = None
         self._check_pending(layer)
         step = self.write(layer.index, key_states, value_states)
         if not self._direct:
@@ -288,18 +304,21 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             window=sliding_window if self._config is None else layer.window,
             softcap=softcap or 0.0,
             sinks=sinks if s_aux is None else s_aux,
-            mask=attention_mask,
+            mask=None if attention_mask is None or attention_mask.shape[0] == 0 else attention_mask,
         )
         return out, None
 
     def mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Number of key positions with the coming ones, and the first of them. The mask function is called next."""
+        """Number of key positions with the coming ones, and the first of them; tells the mask function who asks."""
         length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        if torch.compiler.is_compiling():
+            # No number of positions would stay true, and the direct path needs none. The tracer knows no subclasses of
+            # int; the mask function follows within the same trace.
+            _traced_owner[0] = self
+            return length, 0
         self._choose_path()  # the model's attention implementation may have been set since
-        if self._direct:
-            _mask_owner[0] = self
-        # A compiled graph has no number of positions that would stay true, and the direct path needs none.
-        return (length if torch.compiler.is_compiling() else self.seen + length), 0
+        self.announce(length)
+        return KeyLength(self._mirror(exact=length > 1).seen + length, self), 0
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Number of key positions with the coming ones, and the first of them."""
@@ -316,8 +335,14 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         length: int = DynamicCache.get_seq_length(self, layer_idx)
         return length
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next query; asked before each step, so it takes compiled steps as announced."""
+        if torch.compiler.is_compiling():
+            return self.get_seq_length(layer_idx)
+        return self._mirror(exact=False).seen
+
     def make_mask(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """The mask of the coming forward: None where causality, window and padding say it all, else a dense one.
+        """The mask of the coming forward: none or empty where causality, window and padding say it all, else dense.
 
         Args:
             original: the mask function of the model's attention implementation.
@@ -329,7 +354,9 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         length = arguments["q_length"] if "q_length" in arguments else arguments["cache_position"].shape[0]
         self.pad(arguments.get("attention_mask"), length)
         if _is_plain(arguments, length):
-            return None
+            # Where generate makes the masks ahead, a model makes its own from None, and would forget the padding; a
+            # mask of four dimensions it takes as it is.
+            return None if self._progress.padding is None else torch.empty(0, 1, 1, 1, device=arguments.get("device"))
         return _sdpa_mask(**(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
 
     def seen_by(self, index: int) -> int:
@@ -462,11 +489,14 @@ def _needs_gather(config: Any) -> bool:
 
 # ---- the two seams ------------------------------------------------------------------------------------------------
 
-_mask_owner: list[PagedKVCache | None] = [None]  # asked for mask sizes last; the mask function is called right after
+_traced_owner: list[PagedKVCache | None] = [None]  # asked for mask sizes; only ever set within one trace
 
 
 def _make_mask(original: Callable[..., Any], **arguments: Any) -> Any:
-    owner, _mask_owner[0] = _mask_owner[0], None
+    if torch.compiler.is_compiling():
+        owner, _traced_owner[0] = _traced_owner[0], None
+    else:
+        owner = getattr(arguments.get("kv_length"), "owner", None)
     if owner is None:
         return original(**arguments)
     return owner.make_mask(original, arguments)
