@@ -36,7 +36,7 @@ Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t dtype, const Ten
   int64_t stride = 1;
   for (size_t d = sizes.size(); d-- > 0;) {
     strides[d] = stride;
-    stride *= sizes.begin()[d];
+    stride *= sizes.begin()[d] > 0 ? sizes.begin()[d] : 1;  // as torch.empty strides an empty tensor
   }
   int32_t device_type = 0, device_index = 0;
   check(aoti_torch_get_device_type(like.get(), &device_type), "reading a device type");

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
+from transformers import CompileConfig
 
-from torch_paged_kv import PagedKVCache
+from torch_paged_kv import OutOfBlocksError, PagedKVCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
 
@@ -128,3 +129,39 @@ def test_a_compiled_step_that_runs_out_of_blocks_raises() -> None:
         decode(model, step, cache, models.prompts([models.PROMPT]), 20)  # 13 + 19 tokens, room for 20
     cache.reset()
     assert cache.pool.num_free == cache.pool.num_blocks == 5
+
+
+@pytest.mark.skipif(models.RELEASE.major < 5, reason="sized caches are offered for compilation from Transformers 5 on")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generate_compiles_its_decode_steps_once(family: str) -> None:
+    """As Transformers does it by itself for a cache that says it can be compiled; padded, over many block edges."""
+    model, batch, graphs = models.tiny(family), models.prompts([models.PROMPT, 5]), []
+    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = CompileConfig(fullgraph=True, backend=count, mode=None)
+    compiled._compile_all_devices = True  # by itself it compiles on accelerators only
+    expected = model.generate(**batch, **settings)
+    cache = PagedKVCache(model.config, block_size=3, num_tokens=400)
+    assert torch.equal(model.generate(**batch, **settings, past_key_values=cache, compile_config=compiled), expected)
+    assert len(graphs) == 1
+    cache.check()
+    cache.reset()
+    assert cache.pool.num_free == cache.pool.num_blocks
+
+
+@pytest.mark.skipif(models.RELEASE.major < 5, reason="sized caches are offered for compilation from Transformers 5 on")
+def test_the_host_raises_before_a_compiled_step_runs_out() -> None:
+    model, batch = models.tiny("llama"), models.prompts([9])
+    cache = PagedKVCache(model.config, block_size=4, num_blocks=5)
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    with pytest.raises(OutOfBlocksError, match="wanted 1, free 0"):
+        model.generate(**batch, max_new_tokens=30, eos_token_id=None, past_key_values=cache, compile_config=compiled)
+    assert cache.seq_lens() == [20]
+    cache.check()
+    cache.reset()
+    assert cache.pool.num_free == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +11,32 @@ from .errors import OutOfBlocksError
 from .pool import BlockPool
 
 if TYPE_CHECKING:
-    from .integrations.transformers import PagedKVCache
+    from .integrations.transformers import PagedKVCache, paged, patch, unpatch
 
 __version__ = "0.1.0.dev0"
-__all__ = ["BlockPool", "OutOfBlocksError", "PagedKVCache", "__version__", "ops", "reference"]
+__all__ = [
+    "BlockPool",
+    "OutOfBlocksError",
+    "PagedKVCache",
+    "__version__",
+    "ops",
+    "paged",
+    "patch",
+    "reference",
+    "unpatch",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """``PagedKVCache`` on first use: where Transformers is installed, the one that its models take."""
-    if name != "PagedKVCache":
+    """On first use, so that importing this package imports no Transformers.
+
+    ``PagedKVCache`` is the one that Transformers' models take where Transformers is installed.
+    """
+    if name not in ("PagedKVCache", "paged", "patch", "unpatch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if importlib.util.find_spec("transformers") is None:
-        from .cache import PagedKVCache
+    if name == "PagedKVCache" and importlib.util.find_spec("transformers") is None:
+        module = importlib.import_module(".cache", __name__)
     else:
-        from .integrations.transformers import PagedKVCache  # type: ignore[assignment]
-    globals()[name] = PagedKVCache
-    return PagedKVCache
+        module = importlib.import_module(".integrations.transformers", __name__)
+    globals()[name] = getattr(module, name)
+    return globals()[name]

@@ -6,6 +6,9 @@
 #include "../common/slots.h"
 #include "../params.h"
 
+// Forces inlining: into register-resident loops, and so that no copy made for one instruction set serves another.
+#define PAGED_KV_INLINE inline __attribute__((always_inline))
+
 namespace paged_kv::cpu {
 
 struct KeyRange {
@@ -37,11 +40,11 @@ struct Job {
   int32_t pending;                     // chunks not yet done; whoever does the last one merges
   bool tiled;                          // tile kernel (many rows per KV head) or stream kernel (few)
 
-  int64_t num_queries() const { return query_end - query_begin; }
-  int64_t num_kv_heads() const { return kv_head_end - kv_head_begin; }
-  int64_t group() const { return group_end - group_begin; }
-  int64_t rows_per_head() const { return num_queries() * group(); }
-  int64_t num_rows() const { return rows_per_head() * num_kv_heads(); }
+  PAGED_KV_INLINE int64_t num_queries() const { return query_end - query_begin; }
+  PAGED_KV_INLINE int64_t num_kv_heads() const { return kv_head_end - kv_head_begin; }
+  PAGED_KV_INLINE int64_t group() const { return group_end - group_begin; }
+  PAGED_KV_INLINE int64_t rows_per_head() const { return num_queries() * group(); }
+  PAGED_KV_INLINE int64_t num_rows() const { return rows_per_head() * num_kv_heads(); }
 };
 
 // One table per instruction set.

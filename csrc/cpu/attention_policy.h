@@ -20,6 +20,9 @@ static inline int64_t stream_heads(int64_t rows_per_head, int64_t head_size, int
   return heads < 1 ? 1 : heads;
 }
 
+// Keys of a stream tile: 8 KiB of one head's keys, the distance at which prefetching pays best.
+static inline int stream_tile_keys(int row_bytes, int most) { return int(clamp(8192 / row_bytes / 16 * 16, 16, most)); }
+
 // Keys of a chunk of a job that sees `keys` keys and does `share` of a thread's fair part of the whole call. A fixed
 // size makes a sequence's result independent of what else is in the batch.
 static inline int64_t chunk_keys(int64_t keys, double share, bool tiled, bool deterministic) {

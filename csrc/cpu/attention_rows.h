@@ -1,6 +1,7 @@
 // Rows of a job: loading queries, partial states, merging them and writing the output. Shared by both kernels.
 #pragma once
 
+#include "attention_policy.h"
 #include "attention_softmax.h"
 
 namespace paged_kv::cpu {

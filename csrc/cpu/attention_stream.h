@@ -8,18 +8,44 @@
 namespace paged_kv::cpu {
 namespace {
 
-constexpr int kTileKeys = 2 * kLanes < 16 ? 16 : 2 * kLanes;
+constexpr int kTileKeys = 64;  // most keys of a tile
 constexpr int kVectorRegisters = kLanes == 16 ? 32 : 16;
 
-// Rows of the cache that are wanted soon.
-struct Prefetch {
+// Fetches rows of the cache that are wanted soon, line by line in their order, a few lines with every step of the work:
+// in a burst they would wait for each other, in another order the memory would.
+struct Ahead {
   const char* rows;
-  const int64_t* offsets;
-  int count, bytes;
+  const int64_t* offset;
+  const int64_t* end;
+  int bytes;  // of a row
+  const char* line;
+  const char* row_end;
 
-  PAGED_KV_INLINE void fetch(int first, int n) const {
-    for (int i = first; i < first + n && i < count; ++i)
-      for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(rows + offsets[i] + byte);
+  Ahead(const char* of, const int64_t* offsets, int count, int row_bytes)
+      : rows(of), offset(offsets), end(offsets + count), bytes(row_bytes), line(of + *offsets), row_end(line + row_bytes) {}
+
+  PAGED_KV_INLINE void fetch_line() {
+    __builtin_prefetch(line);
+    line += 64;
+    if (line >= row_end) next_row();
+  }
+
+  PAGED_KV_INLINE void next_row() {
+    if (offset + 1 < end) ++offset;
+    line = rows + *offset;
+    row_end = line + bytes;
+  }
+
+  // As many lines as `kBytes` at byte `from` of a row begin.
+  template <int kBytes>
+  PAGED_KV_INLINE void fetch(int from) {
+    if (kBytes >= 64 || from % 64 == 0)
+#pragma GCC unroll 4
+      for (int byte = 0; byte < kBytes; byte += 64) fetch_line();
+  }
+
+  PAGED_KV_INLINE void fetch_rest() {
+    while (offset + 1 < end) fetch_line();
   }
 };
 
@@ -28,6 +54,7 @@ template <class T>
 struct FloatDot {
   static constexpr int kVectors = 2;
   static constexpr int kQueryFloats = kPair;  // floats of a packed query per kPair elements
+  static constexpr int kBytes = sizeof(T);
   struct Chunk { Vec v[kVectors]; };
   PAGED_KV_INLINE static Chunk load_keys(const char* p, int d) {
     const Pair x = Elements<T>::load(p + d * sizeof(T));
@@ -95,32 +122,37 @@ struct ScoreBlock {
 };
 
 // scores[r][t] = q[r] . k[t] for kRows rows and all keys of the list, padded ones included.
-template <class Dot, int kRows>
+template <class Dot, int kRows, bool kFetch>
 void score_rows(const char* keys, const KeyList& list, int size, const float* q, int64_t stride, float* scores,
-                const Prefetch& ahead) {
+                const Ahead& ahead) {
   using Block = ScoreBlock<Dot, kRows>;
-  constexpr int kKeys = Block::kKeys;
+  constexpr int kKeys = Block::kKeys, kBytes = kPair * Dot::kBytes;
+  Ahead soon = ahead;
   for (int t = 0; t < list.count; t += kKeys) {
     const char* row[kKeys];
 #pragma GCC unroll 16
     for (int c = 0; c < kKeys; ++c) row[c] = keys + list.key[t + c];
-    ahead.fetch(t, kKeys);
     Vec sum[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sum[i] = zero();
+    const auto load_chunk = [&](int c, int d) {
+      if (kFetch) soon.fetch<kBytes>(d * Dot::kBytes);
+      return Dot::load_keys(row[c], d);
+    };
     int d = 0;
     const float* qd = q;
     for (; d + kPair <= size; d += kPair, qd += Dot::kQueryFloats)
-      Block::advance([&](int c) { return Dot::load_keys(row[c], d); }, qd, stride, sum);
+      Block::advance([&](int c) { return load_chunk(c, d); }, qd, stride, sum);
     if (d < size) Block::advance([&](int c) { return Dot::load_keys(row[c], d, size - d); }, qd, stride, sum);
     store_rows<kRows>(scores + t, kTileKeys, sum_each(sum));
   }
+  if (kFetch) soon.fetch_rest();
 }
 
 // accumulator[r][d] += weights[r][t] * v[t][d] over the list, for kRows rows and kPairs pairs of vectors from d on.
-template <class T, int kRows, int kPairs>
+template <class T, int kRows, int kPairs, bool kFetch>
 PAGED_KV_INLINE void add_values_at(const char* values, const KeyList& list, int d, int n, const float* weights,
-                                   float* accumulator, int64_t width, const Prefetch& ahead) {
+                                   float* accumulator, int64_t width, Ahead& ahead) {
   Vec a[kRows][2 * kPairs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
@@ -128,7 +160,7 @@ PAGED_KV_INLINE void add_values_at(const char* values, const KeyList& list, int 
     for (int i = 0; i < 2 * kPairs; ++i) a[r][i] = load(accumulator + r * width + d + i * kLanes);
   for (int t = 0; t < list.count; ++t) {
     const char* row = values + list.value[t] + d * sizeof(T);
-    ahead.fetch(t, 1);
+    if (kFetch) ahead.fetch<kPairs * kPair * int(sizeof(T))>(d * int(sizeof(T)));
     Vec w[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) w[r] = set1(weights[r * kTileKeys + t]);
@@ -149,52 +181,61 @@ PAGED_KV_INLINE void add_values_at(const char* values, const KeyList& list, int 
     for (int i = 0; i < 2 * kPairs; ++i) store(accumulator + r * width + d + i * kLanes, a[r][i]);
 }
 
-template <class T, int kRows>
+template <class T, int kRows, bool kFetch>
 void add_values(const char* values, const KeyList& list, int size, const float* weights, float* accumulator,
-                int64_t width, const Prefetch& ahead) {
-  constexpr int kPairs = kVectorRegisters / 2 / (2 * kRows) > 4 ? 4 : kVectorRegisters / 2 / (2 * kRows);
-  const Prefetch done{nullptr, nullptr, 0, 0};
+                int64_t width, const Ahead& ahead) {
+  Ahead soon = ahead;
+  constexpr int kMost = kVectorRegisters / 2 / (2 * kRows), kPairs = kMost > 4 ? 4 : kMost;
   int d = 0;
   for (; d + kPairs * kPair <= size; d += kPairs * kPair)
-    add_values_at<T, kRows, kPairs>(values, list, d, kPairs * kPair, weights, accumulator, width, d ? done : ahead);
+    add_values_at<T, kRows, kPairs, kFetch>(values, list, d, kPairs * kPair, weights, accumulator, width, soon);
   if constexpr (kPairs > 2)
     for (; d + 2 * kPair <= size; d += 2 * kPair)
-      add_values_at<T, kRows, 2>(values, list, d, 2 * kPair, weights, accumulator, width, d ? done : ahead);
+      add_values_at<T, kRows, 2, kFetch>(values, list, d, 2 * kPair, weights, accumulator, width, soon);
   for (; d + kPair <= size; d += kPair)
-    add_values_at<T, kRows, 1>(values, list, d, kPair, weights, accumulator, width, d ? done : ahead);
-  if (d < size) add_values_at<T, kRows, 1>(values, list, d, size - d, weights, accumulator, width, d ? done : ahead);
+    add_values_at<T, kRows, 1, kFetch>(values, list, d, kPair, weights, accumulator, width, soon);
+  if (d < size) add_values_at<T, kRows, 1, false>(values, list, d, size - d, weights, accumulator, width, soon);
+  if (kFetch) soon.fetch_rest();
 }
 
-// All rows of a KV head, in groups of 4, 2 and 1.
+// All rows of a KV head, in groups of 4, 2 and 1; the first group fetches ahead.
 using ScoreFunction = void (*)(const char* keys, const KeyList& list, int size, const float* q, int64_t stride,
-                               int rows, float* scores, const Prefetch& ahead);
+                               int rows, float* scores, const Ahead& ahead);
 using ValueFunction = void (*)(const char* values, const KeyList& list, int size, const float* weights, int rows,
-                               float* accumulator, int64_t width, const Prefetch& ahead);
+                               float* accumulator, int64_t width, const Ahead& ahead);
+
+template <class Dot, bool kFetch>
+PAGED_KV_INLINE void score_group(const char* keys, const KeyList& list, int size, const float* q, int64_t stride,
+                                 int rows, float* scores, const Ahead& ahead) {
+  if (rows >= 4) score_rows<Dot, 4, kFetch>(keys, list, size, q, stride, scores, ahead);
+  else if (rows >= 2) score_rows<Dot, 2, kFetch>(keys, list, size, q, stride, scores, ahead);
+  else score_rows<Dot, 1, kFetch>(keys, list, size, q, stride, scores, ahead);
+}
+
+template <class T, bool kFetch>
+PAGED_KV_INLINE void add_group(const char* values, const KeyList& list, int size, const float* weights, int rows,
+                               float* accumulator, int64_t width, const Ahead& ahead) {
+  if (rows >= 4) add_values<T, 4, kFetch>(values, list, size, weights, accumulator, width, ahead);
+  else if (rows >= 2) add_values<T, 2, kFetch>(values, list, size, weights, accumulator, width, ahead);
+  else add_values<T, 1, kFetch>(values, list, size, weights, accumulator, width, ahead);
+}
+
+PAGED_KV_INLINE int group_rows(int rows) { return rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
 
 template <class Dot>
 void score_all(const char* keys, const KeyList& list, int size, const float* q, int64_t stride, int rows,
-               float* scores, const Prefetch& ahead) {
-  const Prefetch done{nullptr, nullptr, 0, 0};
-  int r = 0;
-  for (; r + 4 <= rows; r += 4)
-    score_rows<Dot, 4>(keys, list, size, q + r * stride, stride, scores + r * kTileKeys, r ? done : ahead);
-  for (; r + 2 <= rows; r += 2)
-    score_rows<Dot, 2>(keys, list, size, q + r * stride, stride, scores + r * kTileKeys, r ? done : ahead);
-  for (; r < rows; ++r)
-    score_rows<Dot, 1>(keys, list, size, q + r * stride, stride, scores + r * kTileKeys, r ? done : ahead);
+               float* scores, const Ahead& ahead) {
+  score_group<Dot, true>(keys, list, size, q, stride, rows, scores, ahead);
+  for (int r = group_rows(rows); r < rows; r += group_rows(rows - r))
+    score_group<Dot, false>(keys, list, size, q + r * stride, stride, rows - r, scores + r * kTileKeys, ahead);
 }
 
 template <class T>
 void add_all_values(const char* values, const KeyList& list, int size, const float* weights, int rows,
-                    float* accumulator, int64_t width, const Prefetch& ahead) {
-  const Prefetch done{nullptr, nullptr, 0, 0};
-  int r = 0;
-  for (; r + 4 <= rows; r += 4)
-    add_values<T, 4>(values, list, size, weights + r * kTileKeys, accumulator + r * width, width, r ? done : ahead);
-  for (; r + 2 <= rows; r += 2)
-    add_values<T, 2>(values, list, size, weights + r * kTileKeys, accumulator + r * width, width, r ? done : ahead);
-  for (; r < rows; ++r)
-    add_values<T, 1>(values, list, size, weights + r * kTileKeys, accumulator + r * width, width, r ? done : ahead);
+                    float* accumulator, int64_t width, const Ahead& ahead) {
+  add_group<T, true>(values, list, size, weights, rows, accumulator, width, ahead);
+  for (int r = group_rows(rows); r < rows; r += group_rows(rows - r))
+    add_group<T, false>(values, list, size, weights + r * kTileKeys, rows - r, accumulator + r * width, width, ahead);
 }
 
 // bfloat16 queries on a bfloat16 cache meet as they are, where the instruction set has the product.
@@ -202,6 +243,7 @@ void add_all_values(const char* values, const KeyList& list, int size, const flo
 struct BFloat16Dot {
   static constexpr int kVectors = 1;
   static constexpr int kQueryFloats = kPair / 2;
+  static constexpr int kBytes = 2;
   struct Chunk { Vec v[kVectors]; };
   PAGED_KV_INLINE static Chunk load_keys(const char* p, int d) { return {{load_bfloat16<BFloat16>(p + 2 * d, kPair)}}; }
   PAGED_KV_INLINE static Chunk load_keys(const char* p, int d, int n) {
@@ -291,10 +333,10 @@ struct StreamKernel {
   }
 
   // The keys behind `list` for prefetching: the next KV head's rows, or the next list's first.
-  Prefetch keys_after(int64_t h, const KeyList& list, const KeyList& next) const {
+  Ahead keys_after(int64_t h, const KeyList& list, const KeyList& next) const {
     const bool same = h + 1 < job.kv_head_end;
     const int64_t head = same ? h + 1 : job.kv_head_begin;
-    const KeyList& of = same ? list : next;
+    const KeyList& of = same || next.count == 0 ? list : next;
     return {head_base(p.key_cache, head), of.key, of.count, row_bytes(p.key_cache)};
   }
 
@@ -305,11 +347,12 @@ struct StreamKernel {
     const ScoreFunction score = score_function();
     const ValueFunction add_values = value_function();
     KeyCursor cursor{keys.begin, keys.end};
+    const int tile_keys = policy::stream_tile_keys(row_bytes(p.key_cache), kTileKeys);
     KeyList *list = lists, *next = lists + 1;
     load_queries();
-    next_keys(p, job, cursor, kTileKeys, kLanes, *list);
+    next_keys(p, job, cursor, tile_keys, kTileKeys, *list);
     while (list->count > 0) {
-      next_keys(p, job, cursor, kTileKeys, kLanes, *next);
+      next_keys(p, job, cursor, tile_keys, kTileKeys, *next);
       for (int64_t h = job.kv_head_begin; h < job.kv_head_end; ++h) {
         const int64_t first = (h - job.kv_head_begin) * rows;
         const char* values = head_base(p.value_cache, h);

@@ -4,9 +4,7 @@
 #include <cstdint>
 
 #include "../common/float8.h"
-
-// Kernels are built from small pieces that must end in one register-resident loop.
-#define PAGED_KV_INLINE inline __attribute__((always_inline))
+#include "attention_plan.h"
 
 namespace paged_kv::cpu {
 namespace {
