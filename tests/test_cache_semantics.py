@@ -170,9 +170,27 @@ def test_a_batch_of_another_size_raises(llama: Any) -> None:
         llama(input_ids=torch.ones(3, 1, dtype=torch.int64), past_key_values=cache)
 
 
-def test_inputs_that_require_grad_raise(llama: Any) -> None:
-    with torch.enable_grad(), pytest.raises((ValueError, RuntimeError), match="inference"):
-        llama(**models.prompts([6]), past_key_values=PagedKVCache(llama.config))
+def test_a_forward_in_grad_mode_can_be_used_but_not_trained_through(llama: Any) -> None:
+    """As with a DynamicCache, forgetting no_grad is no error; a gradient would be wrong, and is refused."""
+    batch = models.prompts([6])
+    with torch.enable_grad():
+        logits = llama(**batch, past_key_values=PagedKVCache(llama.config)).logits
+        assert torch.equal(logits, llama(**batch, past_key_values=PagedKVCache(llama.config)).logits)
+        with pytest.raises(RuntimeError, match="no backward: train with use_cache=False"):
+            logits.sum().backward()
+    torch.testing.assert_close(logits, llama(**batch, past_key_values=DynamicCache()).logits)
+
+
+def test_attention_weights_of_eager_attention() -> None:
+    """An implementation that gives weights gives them with a paged cache too, padded rows included."""
+    model, batch = models.tiny("llama", seed=5), models.prompts([9, 5])
+    model.set_attn_implementation("eager")
+    expected = model(**batch, past_key_values=DynamicCache(), output_attentions=True)
+    result = model(**batch, past_key_values=PagedKVCache(model.config), output_attentions=True)
+    assert len(result.attentions) == model.config.num_hidden_layers
+    for weights, right in zip(result.attentions, expected.attentions):
+        torch.testing.assert_close(weights[0], right[0])
+    torch.testing.assert_close(result.logits[:, -1], expected.logits[:, -1])
 
 
 # -------------------------------------------------------------------------------------------------------------- sharing

@@ -114,7 +114,7 @@ def test_module_imports_nothing_to_its_right(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_integration_imports_transformers(path: Path) -> None:
-    if path == PACKAGE / "integrations" / "transformers.py":
+    if path.parent == PACKAGE / "integrations":
         return
     top_level = ast.Module(
         [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))], []

@@ -11,7 +11,8 @@ from .errors import OutOfBlocksError
 from .pool import BlockPool
 
 if TYPE_CHECKING:
-    from .integrations.transformers import PagedKVCache, paged, patch, unpatch
+    from .integrations.patching import paged, patch, unpatch
+    from .integrations.transformers import PagedKVCache
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -34,9 +35,9 @@ def __getattr__(name: str) -> Any:
     """
     if name not in ("PagedKVCache", "paged", "patch", "unpatch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "PagedKVCache" and importlib.util.find_spec("transformers") is None:
-        module = importlib.import_module(".cache", __name__)
-    else:
-        module = importlib.import_module(".integrations.transformers", __name__)
+    place = ".integrations.patching"
+    if name == "PagedKVCache":
+        place = ".cache" if importlib.util.find_spec("transformers") is None else ".integrations.transformers"
+    module = importlib.import_module(place, __name__)
     globals()[name] = getattr(module, name)
     return globals()[name]

@@ -12,11 +12,8 @@ inline constexpr int kKeys = kWarp;  // keys of a tile
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = kWarps * kWarp;
 
-using GeneralSchedule = Schedule<kRows, kKeys>;
-
 struct Shared {
   ScheduleMemory schedule;
-  MergeMemory merge;
   RowState states[kWarps][kRows];
   // then: float queries[kRows][head_size rounded up to 8], float values[kWarps][kRows][row_stride]
 };
@@ -182,7 +179,7 @@ __device__ inline void finish(const AttentionLaunch& a, const Segment& s, const 
 }
 
 // kDims: dims of V per lane. kVector: elements of K read at once, 1 where K's rows are not aligned.
-template <int kDims, int kVector>
+template <int kDims, int kVector, bool kDeterministic>
 __global__ void __launch_bounds__(kThreads) attention(const __grid_constant__ AttentionLaunch a) {
   extern __shared__ __align__(16) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -192,10 +189,13 @@ __global__ void __launch_bounds__(kThreads) attention(const __grid_constant__ At
   float* values = queries + kRows * stride;  // [kWarps, kRows, row_stride]
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
-  const GeneralSchedule schedule(a, shared.schedule);
-  auto cursor = schedule.start();
+  let_dependents_start();
+  const Schedule<kRows, kKeys, kDeterministic> schedule(a, shared.schedule);
+  if (threadIdx.x == 0) schedule.clear_records();
+  int32_t position = schedule.start();
   Segment s;
-  while (schedule.next(cursor, s)) {
+  while (schedule.next(position, s)) {
+    if (threadIdx.x == 0) schedule.record(s, position);
     for (int row = warp; row < kRows; row += kWarps) {
       const Row r = row_at(a, s, row);
       const int64_t at = r.token * p.query_token_stride + r.head * p.query_head_stride;
@@ -220,7 +220,6 @@ __global__ void __launch_bounds__(kThreads) attention(const __grid_constant__ At
     }
     __syncthreads();
     finish(a, s, shared.states, values);
-    arrive<kRows>(a, s, shared.merge);
     __syncthreads();
   }
   zero_outside_spans(a);

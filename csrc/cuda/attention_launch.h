@@ -18,13 +18,15 @@ struct AttentionPlan {
   int64_t bytes;
 };
 
-// The kernel's shared memory per warp; what a thread block needs besides is less than kFixedSharedBytes.
-inline constexpr int64_t kFixedSharedBytes = 26 * 1024;
+// What a thread block of the tensor-core kernel needs of shared memory besides its stages is less than this.
+inline constexpr int64_t kFixedSharedBytes = 4 * 1024;
 
-// Launches on the stream so that the kernel comes up while its predecessor runs, if it was compiled to wait for it.
+enum class Order { after_predecessor, beside_predecessor };
+
+// Launches a kernel. `beside_predecessor`: it comes up while its predecessor runs, if it was compiled to wait for it.
 template <void (*kKernel)(AttentionLaunch)>
-void launch_dependent(int grid, int threads, int64_t shared_bytes, const AttentionLaunch& launch,
-                      cudaStream_t stream) {
+void launch_kernel(Order order, int grid, int threads, int64_t shared_bytes, const AttentionLaunch& launch,
+                   cudaStream_t stream) {
   struct Known {
     bool asked = false, waits = false;
     int64_t shared_bytes = 0;
@@ -48,7 +50,7 @@ void launch_dependent(int grid, int threads, int64_t shared_bytes, const Attenti
   config.dynamicSmemBytes = size_t(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = known.waits ? 1 : 0;
+  config.numAttrs = order == Order::beside_predecessor && known.waits ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kKernel, launch), "paged_attention");
 }
 

@@ -27,15 +27,10 @@ struct Partial {
   }
 };
 
-// [token, head] as one number, of packed row `row` of a sequence.
-__device__ inline int64_t output_row(const AttentionLaunch& a, const Segment& s, int32_t row) {
-  const int32_t packed = s.first_row + row, query = a.group.divide(packed), group = a.group.value;
-  return int64_t(s.sequence.token + query) * a.params.num_heads + s.kv_head * group + packed - query * group;
-}
-
-__device__ inline void store_lse(const AttentionLaunch& a, int64_t output_row, RowState state) {
-  if (a.params.lse)
-    a.params.lse[output_row] = state.sum == 0.0f ? -INFINITY : state.maximum + logf(state.sum);
+// [token, head] as one number, of packed row `packed` of a sequence.
+__device__ inline int64_t output_row(const AttentionLaunch& a, int32_t token, int32_t kv_head, int32_t packed) {
+  const int32_t query = a.group.divide(packed), group = a.group.value;
+  return int64_t(token + query) * a.params.num_heads + kv_head * group + packed - query * group;
 }
 
 // Up to four values of an output row, whatever the alignment of head_size_v.
@@ -54,113 +49,118 @@ __device__ inline void store_out(const AttentionLaunch& a, int64_t output_row, i
 }
 
 // A finished row's dims dim .. dim + 3. The sink enters here, once; a row without keys gives zeros.
-__device__ __noinline__ inline void store_result(const AttentionLaunch& a, int64_t output_row, int32_t dim, Partial result) {
-  float sum = result.state.sum;
+__device__ __noinline__ inline void store_result(const AttentionLaunch& a, int64_t output_row, int32_t dim,
+                                                 Partial result) {
+  const RowState state = result.state;
+  float sum = state.sum;
   if (a.params.sinks && sum != 0.0f) {
-    sum += expf(a.params.sinks[output_row % a.params.num_heads] - result.state.maximum);
+    sum += expf(a.params.sinks[output_row % a.params.num_heads] - state.maximum);
   }
-  float values[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) values[i] = sum == 0.0f ? 0.0f : result.values[i] * (1.0f / sum);
-  if (dim < a.params.value_cache.head_size) store_out(a, output_row, dim, values);
-  if (dim == 0) store_lse(a, output_row, result.state);
+  for (float& value : result.values) value = sum == 0.0f ? 0.0f : value * (1.0f / sum);
+  if (dim < a.params.value_cache.head_size) store_out(a, output_row, dim, result.values);
+  if (dim == 0 && a.params.lse)
+    a.params.lse[output_row] = state.sum == 0.0f ? -INFINITY : state.maximum + logf(state.sum);
 }
 
-__device__ inline RowState* slot_states(const Workspace& w, int64_t slot) {
+__device__ inline RowState* slot_states(const Workspace& w, int32_t slot) {
   return reinterpret_cast<RowState*>(w.slots + slot * w.slot_floats);
 }
 
 template <int kRows>
-__device__ float* slot_values(const Workspace& w, int64_t slot, int32_t row) {
-  return w.slots + slot * w.slot_floats + 2 * kRows + int64_t(row) * w.row_stride;
+__device__ float* slot_values(const Workspace& w, int32_t slot, int32_t row) {
+  return w.slots + slot * w.slot_floats + 2 * kRows + row * w.row_stride;
 }
 
-// This thread's share of a segment's result, dims dim .. dim + 3 of a row: final, or into the piece's slot.
+// This thread's share of a segment's result, dims dim .. dim + 3 of a row: final, or partial.
 template <int kRows>
 __device__ void put(const AttentionLaunch& a, const Segment& s, int32_t row, int32_t dim, const Partial& result) {
-  if (s.pieces == 1) return store_result(a, output_row(a, s, row), dim, result);
-  const int64_t slot = slot_of(a, s.first_piece, s.piece);
-  if (dim == 0) slot_states(a.workspace, slot)[row] = result.state;
+  if (s.slot < 0) {
+    store_result(a, output_row(a, s.sequence.token, s.kv_head, s.first_row + row), dim, result);
+    return;
+  }
+  if (dim == 0) slot_states(a.workspace, s.slot)[row] = result.state;
   const float4 values{result.values[0], result.values[1], result.values[2], result.values[3]};
-  *reinterpret_cast<float4*>(slot_values<kRows>(a.workspace, slot, row) + dim) = values;
-}
-
-// Memory in which a thread block merges: no more threads than this share a row's four dims.
-struct MergeMemory {
-  Partial partials[kMaxAttentionThreads];
-  bool is_last;
-};
-
-inline constexpr int kMergeBatch = 8;  // partial results of a thread whose loads are in flight together
-
-// Merges all partial results of an item. Threads are laid out [shares, rows * columns].
-template <int kRows>
-__device__ void merge_pieces(const AttentionLaunch& a, const Segment& s, MergeMemory& memory) {
-  const int32_t columns = a.workspace.row_stride / 4, cells = s.rows * columns;
-  const int32_t shares = a.params.deterministic ? 1 : max(1, int32_t(blockDim.x) / cells);  // cells vary with the batch
-  const int32_t share = threadIdx.x / cells;
-#pragma unroll 1
-  for (int32_t start = 0; start < cells; start += blockDim.x) {
-    const int32_t cell = start + threadIdx.x - share * cells;
-    const bool works = cell < cells && share < shares;
-    const int32_t row = works ? cell / columns : 0, dim = works ? cell % columns * 4 : 0;
-    Partial own;
-#pragma unroll 1
-    for (int32_t first = share; works && first < s.pieces; first += shares * kMergeBatch) {
-      RowState states[kMergeBatch];
-      float4 values[kMergeBatch];
-#pragma unroll
-      for (int i = 0; i < kMergeBatch; ++i) {
-        const int32_t number = first + i * shares;
-        const int64_t slot = slot_of(a, s.first_piece, s.first_piece + min(number, s.pieces - 1));
-        const float2 state = __ldcg(reinterpret_cast<const float2*>(slot_states(a.workspace, slot) + row));
-        states[i] = {state.x, number < s.pieces ? state.y : 0.0f};
-        values[i] = __ldcg(reinterpret_cast<const float4*>(slot_values<kRows>(a.workspace, slot, row) + dim));
-      }
-#pragma unroll
-      for (int i = 0; i < kMergeBatch; ++i) own.add(states[i], values[i]);
-    }
-    memory.partials[threadIdx.x] = own;
-    __syncthreads();
-    if (works && share == 0) {
-      for (int32_t other = 1; other < shares; ++other) {
-        const Partial& part = memory.partials[other * cells + cell];
-        own.add(part.state, {part.values[0], part.values[1], part.values[2], part.values[3]});
-      }
-      store_result(a, output_row(a, s, row), dim, own);
-    }
-    __syncthreads();
-  }
-}
-
-// Called by all threads when the block's part of a segment has been put. The block that brings the last part merges.
-template <int kRows>
-__device__ void arrive(const AttentionLaunch& a, const Segment& s, MergeMemory& memory) {
-  if (s.pieces == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    wait_for_predecessor();  // the counts have been set to zero
-    memory.is_last = atomicAdd(&a.workspace.arrivals[s.first_piece], 1u) == uint32_t(s.pieces - 1);
-    __threadfence();
-  }
-  __syncthreads();
-  if (memory.is_last) merge_pieces<kRows>(a, s, memory);
+  *reinterpret_cast<float4*>(slot_values<kRows>(a.workspace, s.slot, row) + dim) = values;
 }
 
 // Tokens that belong to no sequence give zeros.
 __device__ __noinline__ inline void zero_outside_spans(const AttentionLaunch& a) {
-  const AttentionParams& p = a.params;
-  const int64_t begin = p.num_seqs ? clamp(p.cu_seqlens_q[0], 0, p.num_tokens) : p.num_tokens;
-  const int64_t end = p.num_seqs ? clamp(p.cu_seqlens_q[p.num_seqs], begin, p.num_tokens) : p.num_tokens;
-  const int64_t outside = begin + p.num_tokens - end;
+  const int32_t begin = a.num_seqs ? max(0, min(a.cu_seqlens_q[0], a.num_tokens)) : a.num_tokens;
+  const int32_t end = a.num_seqs ? max(begin, min(a.cu_seqlens_q[a.num_seqs], a.num_tokens)) : a.num_tokens;
+  const int64_t heads = a.params.num_heads, outside = begin + a.num_tokens - end;
 #pragma unroll 1
-  for (int64_t i = blockIdx.x; i < outside * p.num_heads; i += gridDim.x) {
-    const int64_t token = i / p.num_heads < begin ? i / p.num_heads : i / p.num_heads - begin + end;
-    const int64_t row = token * p.num_heads + i % p.num_heads;
+  for (int64_t i = blockIdx.x; i < outside * heads; i += gridDim.x) {
+    const int64_t token = i / heads < begin ? i / heads : i / heads - begin + end;
 #pragma unroll 1
     for (int32_t dim = threadIdx.x * 4; dim < a.workspace.row_stride; dim += blockDim.x * 4)
-      store_result(a, row, dim, Partial{});
+      store_result(a, token * heads + i % heads, dim, Partial{});
+  }
+}
+
+// ---- The merging launch ----
+
+inline constexpr int kMergeThreads = 256;
+inline constexpr int kMergeBatch = 8;  // partial results of a warp whose loads are in flight together
+
+// Merges the partial results `share`, `share` + `shares` ... of one row; a lane has 4 dims.
+template <int kRows>
+__device__ Partial merge_slots(const AttentionLaunch& a, const Record& r, int row, int32_t dim, int share, int shares) {
+  Partial own;
+#pragma unroll 1
+  for (int32_t first = share; first < r.num_slots; first += shares * kMergeBatch) {
+    RowState states[kMergeBatch];
+    float4 values[kMergeBatch];
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; ++i) {
+      const int32_t number = first + i * shares;
+      const int32_t slot = number == 0 ? r.first_slot : r.second_slot + (number - 1) * r.slot_step;
+      states[i] = {-INFINITY, 0.0f};
+      if (number >= r.num_slots) continue;
+      states[i] = slot_states(a.workspace, slot)[row];
+      values[i] = *reinterpret_cast<const float4*>(slot_values<kRows>(a.workspace, slot, row) + dim);
+    }
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; ++i) own.add(states[i], values[i]);
+  }
+  return own;
+}
+
+// One thread block for a record. The warps share its rows; warps left over share the partial results of a row.
+template <int kRows>
+__global__ void __launch_bounds__(kMergeThreads) merge_partial_results(const __grid_constant__ AttentionLaunch a) {
+  constexpr int kWarps = kMergeThreads / kWarp;
+  __shared__ Partial partials[kWarps][kWarp];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  wait_for_predecessor();
+  const int64_t num_records = a.deterministic ? *a.workspace.num_records : gridDim.x;
+#pragma unroll 1
+  for (int64_t index = blockIdx.x; index < num_records; index += gridDim.x) {
+    const Record r = a.workspace.records[index];
+    if (r.num_slots == 0) continue;
+    const int shares = a.deterministic || r.rows > kWarps / 2 ? 1 : kWarps / r.rows;  // rows vary with the batch
+    const int rows_at_once = kWarps / shares, share = warp % shares;
+#pragma unroll 1
+    for (int first = 0; first < r.rows; first += rows_at_once) {
+      const int row = first + warp / shares;
+      const bool works = warp / shares < rows_at_once && row < r.rows;
+#pragma unroll 1
+      for (int32_t start = 0; start < a.workspace.row_stride; start += 4 * kWarp) {
+        const int32_t dim = start + 4 * lane;
+        const bool has_dims = works && dim < a.workspace.row_stride;
+        Partial own = has_dims ? merge_slots<kRows>(a, r, row, dim, share, shares) : Partial{};
+        if (shares > 1) {
+          partials[warp][lane] = own;
+          __syncthreads();
+          for (int other = 1; other < shares && share == 0 && has_dims; ++other) {
+            const Partial& part = partials[warp + other][lane];
+            own.add(part.state, {part.values[0], part.values[1], part.values[2], part.values[3]});
+          }
+          __syncthreads();
+        }
+        if (share == 0 && has_dims) store_result(a, output_row(a, r.token, r.kv_head, r.first_row + row), dim, own);
+      }
+    }
   }
 }
 

@@ -17,7 +17,7 @@ inline constexpr int kKeys = 16;  // of a tile
 template <int kHeadSize, int kTiles>
 struct Shape {
   static constexpr int kRows = kTiles * 8;
-  static constexpr int kMaxWarps = kHeadSize <= 128 ? 8 : 4;
+  static constexpr int kMaxWarps = kHeadSize <= 128 ? 4 : 2;
   static constexpr int kStageBytes = kKeys * kHeadSize * 2 * 2;  // K rows, then V rows
   static constexpr int kStages = kHeadSize == 64 ? 6 : 3;        // of a warp
   static constexpr int kRowsPerMerge = kStageBytes / (kHeadSize * 4);  // rows of float results a stage has room for
@@ -131,19 +131,16 @@ __device__ __noinline__ void copy_scattered_rows(const Cache& cache, int32_t kv_
 
 // Walks over the tiles of one warp, through all segments of its thread block, and loads them. The table entry of a tile
 // is read one tile early, so that no address waits for it.
-template <int kHeadSize, int kTiles>
+template <int kHeadSize, int kTiles, bool kDeterministic>
 class Loader {
  public:
   using S = Shape<kHeadSize, kTiles>;
-  using Planned = Schedule<S::kRows, kKeys>;
+  using Planned = Schedule<S::kRows, kKeys, kDeterministic>;
 
   __device__ Loader(const AttentionLaunch& a, const Planned& schedule)
-      : a_(a), schedule_(schedule), cursor_(schedule.start()) {
+      : a_(a), schedule_(schedule), position_(schedule.start()) {
     const AttentionParams& p = a.params;
-    const uint32_t size = p.block_size < INT32_MAX ? uint32_t(p.block_size) : INT32_MAX;
-    block_size_ = size;
-    shift_ = a.log2_block_size;
-    whole_blocks_ = size % kKeys == 0;
+    whole_blocks_ = a.block_size % kKeys == 0;
     lane_target_ = swizzled<kHeadSize>(lane() / kChunks, lane() % kChunks);
     key_in_row_ = lane() % kChunks * 8 < p.key_cache.head_size;
     value_in_row_ = lane() % kChunks * 8 < p.value_cache.head_size;
@@ -183,14 +180,14 @@ class Loader {
   // The next segment in which this warp has a tile.
   __device__ void next_segment() {
     Segment s;
-    while (schedule_.next(cursor_, s)) {
+    while (schedule_.next(position_, s)) {
       tile_ = first_tile(s);
       last_ = end_tile(s);
       if (tile_ >= last_) continue;
       const AttentionParams& p = a_.params;
       keys_ = s.keys;
       kv_head_ = s.kv_head;
-      table_ = p.block_table + s.sequence.index * p.block_table_stride;
+      table_ = a_.block_table + s.sequence.index * a_.table_stride;
       key_base_ = lane_base(p.key_cache);
       value_base_ = lane_base(p.value_cache);
       return;
@@ -209,15 +206,15 @@ class Loader {
   __device__ void prepare() {
     if (done_) return;
     const int32_t key = tile_ * kKeys + (whole_blocks_ ? 0 : lane() % kKeys);
-    const int32_t column = shift_ >= 0 ? key >> shift_ : key / block_size_;
-    offset_ = key - column * block_size_;
+    const int32_t column = a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / a_.block_size;
+    offset_ = key - column * a_.block_size;
     const bool seen = whole_blocks_ || (key >= keys_.begin && key < keys_.end);
     block_ = seen ? table_[column] : -1;
   }
 
   __device__ void copy(uint32_t stage, uint32_t* visible) {
     const AttentionParams& p = a_.params;
-    const bool valid = is_block(block_, p.num_blocks);
+    const bool valid = uint32_t(block_) < uint32_t(a_.num_blocks);
     const int32_t first = tile_ * kKeys;
     if (whole_blocks_ && valid && first >= keys_.begin && first + kKeys <= keys_.end) {
       if (lane() == 0) *visible = 0xffff;
@@ -248,11 +245,11 @@ class Loader {
 
   const AttentionLaunch& a_;
   const Planned& schedule_;
-  typename Planned::Cursor cursor_;
+  int32_t position_;
   const int32_t* table_ = nullptr;
   const char *key_base_ = nullptr, *value_base_ = nullptr;
   KeyRange keys_{};
-  int32_t kv_head_ = 0, tile_ = 0, last_ = 0, block_ = -1, offset_ = 0, block_size_, shift_;
+  int32_t kv_head_ = 0, tile_ = 0, last_ = 0, block_ = -1, offset_ = 0;
   uint32_t lane_target_;
   bool done_ = false, whole_blocks_, key_in_row_, value_in_row_;
 };
@@ -477,7 +474,6 @@ template <int kHeadSize, int kTiles>
 struct Shared {
   using S = Shape<kHeadSize, kTiles>;
   ScheduleMemory schedule;
-  MergeMemory merge;
   RowState states[S::kMaxWarps][S::kRows];
   uint32_t visible[S::kMaxWarps][S::kStages];
   const float* values[S::kMaxWarps];
@@ -513,11 +509,11 @@ __device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<
   }
 }
 
-template <class T, int kHeadSize, int kTiles>
-__global__ void __launch_bounds__(Shape<kHeadSize, kTiles>::kMaxWarps* kWarp, 1)
+template <class T, int kHeadSize, int kTiles, bool kDeterministic>
+__global__ void __launch_bounds__(Shape<kHeadSize, kTiles>::kMaxWarps* kWarp, 2)
 attention(const __grid_constant__ AttentionLaunch a) {
   using S = Shape<kHeadSize, kTiles>;
-  using Tiles = Loader<kHeadSize, kTiles>;
+  using Tiles = Loader<kHeadSize, kTiles, kDeterministic>;
   constexpr int kRows = S::kRows, kCount = kRows < S::kRowsPerMerge ? kRows : S::kRowsPerMerge;
   extern __shared__ __align__(1024) char stages[];  // [warps][kStages][kStageBytes], then the queries
   __shared__ Shared<kHeadSize, kTiles> shared;
@@ -526,6 +522,7 @@ attention(const __grid_constant__ AttentionLaunch a) {
   uint2* queries = reinterpret_cast<uint2*>(stages + num_warps() * S::kStages * S::kStageBytes);
   const uint32_t own_address = shared_address(own);
 
+  let_dependents_start();
   const typename Tiles::Planned schedule(a, shared.schedule);
   Tiles loader(a, schedule);
 #pragma unroll 1
@@ -533,11 +530,13 @@ attention(const __grid_constant__ AttentionLaunch a) {
     loader.load(own_address + stage * S::kStageBytes, &shared.visible[warp][stage]);
 
   State<T, kHeadSize, kTiles> state;
-  auto cursor = schedule.start();
+  if (threadIdx.x == 0) schedule.clear_records();
+  int32_t position = schedule.start();
   Segment s;
   int stage = 0;
 #pragma unroll 1
-  while (schedule.next(cursor, s)) {
+  while (schedule.next(position, s)) {
+    if (threadIdx.x == 0) schedule.record(s, position);
     state.begin(a, s, queries);
     const int32_t end = Tiles::end_tile(s);
     int32_t tile = Tiles::first_tile(s);
@@ -574,7 +573,6 @@ attention(const __grid_constant__ AttentionLaunch a) {
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
       }
     }
-    arrive<kRows>(a, s, shared.merge);
   }
   zero_outside_spans(a);
 }

@@ -2,32 +2,35 @@
 // captured graph replays right for other lengths. docs/kernels/decode.md draws it.
 //
 // An item is one (sequence, kv head, row tile): kRows packed rows (query token, head of the group) that share keys. Its
-// keys are cut into tiles of kKeys. All tiles of all items lie on one line, and the line is cut into pieces: first one
-// large piece for each thread block, then many small ones that blocks take from a queue when they are done, since
-// memory does not serve all SMs equally fast. So blocks end together whatever the lengths are. A piece may begin and end
-// inside an item; then its part of the item is a partial result, and the last block to bring one merges them all.
-// Deterministic mode instead cuts each item into pieces that depend on its own sequence alone.
+// keys are cut into tiles of kKeys. All tiles of all items lie on one line; thread block w takes the w-th of equal parts
+// of it, so all have the same work whatever the lengths are. A part may begin and end inside an item: then the block has
+// a partial result, and a second launch merges those. Deterministic mode instead cuts each item into pieces that depend
+// on its own sequence alone, and deals the pieces out.
 #pragma once
 
 #include "device.cuh"
 
 namespace paged_kv::cuda {
 
-inline constexpr int kMaxAttentionThreads = 256;
-inline constexpr int kMaxUnits = 1024;       // of the queue
-inline constexpr int kUnitsPerBlock = 4;     // of the queue, for each thread block
+inline constexpr int kMaxAttentionThreads = 128;
 inline constexpr int kPieces = 8;            // deterministic mode: most pieces of an item
 inline constexpr int kPieceKeys = 512;       // ... and fewest keys of a piece
 inline constexpr int kMaxSplitRows = 128;    // ... sequences with more rows than this are not cut
 
+// An item that several thread blocks shared, as the merging launch needs it.
+struct alignas(16) Record {
+  int32_t first_slot, second_slot, slot_step, num_slots;  // partial results in key order; num_slots 0: nothing to do
+  int32_t token, kv_head, first_row, rows;
+};
+
 // Scratch memory of a launch. A slot holds a partial result: kRows states, kRows rows of weighted values.
 struct Workspace {
-  uint32_t* queue;        // units taken so far
-  uint32_t* arrivals;     // [max_pieces]: partial results that an item, named by its first piece, has got
-  float* slots;           // [2 * max_pieces or, in deterministic mode, max_pieces, slot_floats]
-  int64_t max_pieces;
+  int64_t* num_records;    // deterministic mode
+  Record* records;         // one of each thread block or, in deterministic mode, of each piece
+  float* slots;            // [2 of each thread block or one of each piece, slot_floats]
+  int64_t max_records;
   int64_t slot_floats;
-  int32_t row_stride;     // floats of one row of weighted values: head_size_v rounded up to 4
+  int32_t row_stride;      // floats of one row of weighted values: head_size_v rounded up to 4
 };
 
 // Division by a number that the host knows: one multiplication. For values below 2^31.
@@ -39,25 +42,26 @@ struct Divisor {
   }
 };
 
+// Parameters of the kernels. What a thread block needs first stands first and is narrow: constant memory is cold when a
+// launch begins, and a small batch waits for every line of it.
 struct AttentionLaunch {
-  AttentionParams params;
-  Workspace workspace;
-  int32_t window_left, window_right;  // clipped to 2^30
-  Divisor group;                      // query heads per kv head
+  const int32_t* seq_lens;
+  const int32_t* cu_seqlens_q;
+  const int32_t* block_table;
+  int64_t table_stride;
+  int32_t num_seqs, num_tokens, num_kv_heads, num_blocks, capacity, block_size;
   int32_t log2_block_size;            // -1: no power of two
   int32_t log2_line_tiles;            // so many tiles are one step of the line, that its length fits 31 bits
+  Divisor group;                      // query heads per kv head
+  int32_t window_left, window_right;  // clipped to 2^30
+  bool causal, deterministic;
+  Workspace workspace;
+  AttentionParams params;
 };
 
 struct Sequence {
   int32_t index, token, q_len, seq_len;
 };
-
-__device__ inline Sequence sequence_at(const AttentionParams& p, int64_t index) {
-  const Span span = span_of(p.cu_seqlens_q, index, p.num_tokens);
-  const int64_t capacity = p.max_blocks * p.block_size;
-  const int32_t most = capacity < (1 << 30) ? int32_t(capacity) : 1 << 30;
-  return {int32_t(index), int32_t(span.begin), int32_t(span.end - span.begin), max(0, min(p.seq_lens[index], most))};
-}
 
 struct KeyRange {
   int32_t begin, end;  // empty where end <= begin
@@ -68,7 +72,7 @@ __device__ inline KeyRange visible_to_any(const AttentionLaunch& a, const Sequen
   const int32_t offset = s.seq_len - s.q_len;  // position of query 0
   int32_t begin = 0, end = s.seq_len;
   if (a.window_left >= 0) begin = max(0, offset + first - a.window_left);
-  if (a.params.causal) end = min(end, offset + last + 1);
+  if (a.causal) end = min(end, offset + last + 1);
   if (a.window_right >= 0) end = min(end, offset + last + a.window_right + 1);
   return {begin, max(end, 0)};
 }
@@ -80,119 +84,101 @@ struct Segment {
   int32_t first_row, rows;        // packed rows of this row tile
   int32_t tile_begin, tile_end;   // of keys, counted from key 0
   KeyRange keys;                  // visible to any row of this tile; tiles outside are skipped
-  int32_t first_piece, pieces;    // that the item is spread over
-  int32_t piece;                  // this one
+  int32_t slot;                   // where the partial result goes, -1: it is the whole
 };
-
-// The slot of piece p for an item. A piece of the line may have part of two: slot 2 * p is for the item in which the
-// piece begins, 2 * p + 1 for the one in which it ends, which it is the first to have a part of.
-__device__ inline int64_t slot_of(const AttentionLaunch& a, int32_t first_piece, int32_t piece) {
-  return a.params.deterministic ? piece : 2 * int64_t(piece) + (piece == first_piece);
-}
 
 struct ScheduleMemory {
-  uint32_t prefix[kMaxAttentionThreads];         // line steps before the sequences of a thread
+  uint32_t prefix[kMaxAttentionThreads];  // line steps before the sequences of a thread
   uint32_t sums[kMaxAttentionThreads / kWarp];
-  int32_t units[kMaxUnits];                      // the n-th unit this block took: its piece, kOpen or kTaking
+  Sequence first[kMaxAttentionThreads];   // each thread's first sequence
 };
 
-template <int kRows, int kKeys>
+template <int kRows, int kKeys, bool kDeterministic>
 class Schedule {
  public:
-  // A walk over this block's segments; every warp has its own, and all walks see the same. Steps of the line.
-  struct Cursor {
-    int32_t position, end, piece, taken;
-  };
-
   // Called by all threads.
   __device__ Schedule(const AttentionLaunch& a, ScheduleMemory& memory) : a_(a), memory_(memory) {
     prefetch_table();
-    for (int i = threadIdx.x; i < kMaxUnits; i += blockDim.x) memory_.units[i] = kOpen;
-    per_thread_ = 1;
-    if (a_.params.num_seqs > blockDim.x) per_thread_ = (uint32_t(a_.params.num_seqs) + blockDim.x - 1) / blockDim.x;
+    per_thread_ = a.num_seqs > blockDim.x ? (uint32_t(a.num_seqs) + blockDim.x - 1) / blockDim.x : 1;
     total_ = scan();
     num_blocks_ = gridDim.x;
-    dealt_ = total_;
-    unit_ = 1;
+    if constexpr (kDeterministic) {
+      total_ = min(int64_t(total_), a.workspace.max_records);  // more: cu_seqlens_q is no prefix sum
+      if (blockIdx.x == 0 && threadIdx.x == 0) *a.workspace.num_records = total_;
+      share_ = larger_ = 0;
+      return;
+    }
     const int32_t warps = blockDim.x / kWarp;
-    if (a_.params.deterministic) {
-      dealt_ = 0;
-      total_ = min(int64_t(total_), a_.workspace.max_pieces);  // more: cu_seqlens_q is no prefix sum
-    } else if (total_ < warps * num_blocks_) {
-      num_blocks_ = (total_ + warps - 1) / warps;  // a step for each warp
-    } else if (total_ >= kStepsWorthAQueue * warps * num_blocks_) {
-      dealt_ = total_ - total_ / 16 * 3;  // SMs differ by a tenth and more
-      const int32_t units = min(num_blocks_ * kUnitsPerBlock, kMaxUnits);
-      unit_ = max((total_ - dealt_ + units - 1) / units, 2 * warps);
-    }
-    share_ = num_blocks_ > 0 ? uint32_t(dealt_) / uint32_t(num_blocks_) : 0;
-    larger_ = dealt_ - share_ * num_blocks_;
+    if (total_ < warps * num_blocks_) num_blocks_ = (total_ + warps - 1) / warps;  // a step for each warp
+    share_ = num_blocks_ > 0 ? uint32_t(total_) / uint32_t(num_blocks_) : 0;
+    larger_ = total_ - share_ * num_blocks_;
   }
 
-  __device__ Cursor start() const {
-    const int32_t block = blockIdx.x;
-    if (a_.params.deterministic) return {block, total_, block, 0};
-    if (block >= num_blocks_) return {0, 0, 0, 0};
-    return {begin_of(block), begin_of(block + 1), block, 0};
+  // Where this block's walk begins; every warp may walk on its own, and all see the same. Steps of the line.
+  __device__ int32_t start() const {
+    if (kDeterministic) return blockIdx.x;
+    return int32_t(blockIdx.x) < num_blocks_ ? begin_of(blockIdx.x) : INT32_MAX;
   }
 
-  // Moves the cursor past its next segment. False at the end of this block's work. Called by whole warps.
-  __device__ bool next(Cursor& c, Segment& s) const {
-    if (c.position >= c.end && !take(c)) return false;
-    int32_t offset = c.position;
+  // Moves past the next segment. False at the end of this block's work. Called by whole warps.
+  __device__ bool next(int32_t& position, Segment& s) const {
+    const int32_t end = kDeterministic ? total_ : begin_of(blockIdx.x + 1);
+    if (position >= end) return false;
+    int32_t offset = position;
     const Work work = find(offset);
-    const int32_t size = a_.params.deterministic ? work.pieces : work.steps;
-    const int32_t item = uint32_t(offset) / uint32_t(size), first = offset - item * size;
-    if (a_.params.deterministic) {
-      const int32_t steps = (work.steps + work.pieces - 1) / work.pieces;
-      place(s, work, item, first * steps, min(work.steps, (first + 1) * steps));
-      s.piece = c.position;
-      s.first_piece = s.piece - first;
-      s.pieces = work.pieces;
-      c.position += gridDim.x;
-      return true;
-    }
-    const int32_t last = min(first + c.end - c.position, size);
+    if constexpr (kDeterministic) return next_piece(position, offset, work, s);
+    const int32_t item = uint32_t(offset) / uint32_t(work.steps), first = offset - item * work.steps;
+    const int32_t last = min(first + end - position, work.steps);
     place(s, work, item, first, last);
-    s.piece = c.piece;
-    s.first_piece = first == 0 ? c.piece : piece_of(c.position - first);
-    s.pieces = 1 - s.first_piece + (last == size ? c.piece : piece_of(c.position - first + size - 1));
-    c.position += last - first;
+    s.slot = last - first == work.steps ? -1 : 2 * int32_t(blockIdx.x) + (first == 0);
+    position += last - first;
     return true;
   }
 
+  // Tells the merging launch about this block's items. One thread calls it, for every segment, when next() gave it.
+  __device__ void record(const Segment& s, int32_t position_after) const {
+    if constexpr (kDeterministic) return record_piece(s, position_after);
+    if (s.slot < 0 || s.slot % 2 == 0) return;  // no part, or not the first part
+    const Work work = work_of(s.sequence);
+    const int32_t steps = (s.tile_end - s.tile_begin + (1 << a_.log2_line_tiles) - 1) >> a_.log2_line_tiles;
+    const int32_t last_block = block_of(position_after - steps + work.steps - 1);
+    write(a_.workspace.records[blockIdx.x], s, {s.slot, s.slot + 1, 2, last_block - int32_t(blockIdx.x) + 1});
+  }
+
+  // No record must be left as it was found. One thread calls it, before any record().
+  __device__ void clear_records() const {
+    if (!kDeterministic) a_.workspace.records[blockIdx.x].num_slots = 0;
+  }
+
  private:
-  static constexpr int32_t kOpen = -1, kTaking = -2;
-  static constexpr int32_t kStepsWorthAQueue = 8;  // per warp
   static constexpr uint32_t kMost = INT32_MAX;
 
   // One sequence's share of the line.
   struct Work {
     Sequence sequence;
-    int32_t row_tiles, first_tile, tiles, steps, pieces;
+    int32_t row_tiles, first_tile, tiles, steps;
   };
 
-  __device__ Work work_of(int64_t index) const {
+  __device__ Sequence sequence_at(int32_t index) const {
+    const int32_t begin = max(0, min(a_.cu_seqlens_q[index], a_.num_tokens));
+    const int32_t end = max(begin, min(a_.cu_seqlens_q[index + 1], a_.num_tokens));
+    return {index, begin, end - begin, max(0, min(a_.seq_lens[index], a_.capacity))};
+  }
+
+  __device__ Work work_of(const Sequence& sequence) const {
     Work w;
-    w.sequence = sequence_at(a_.params, index);
-    const int32_t rows = w.sequence.q_len * int32_t(a_.group.value);
-    w.row_tiles = (rows + kRows - 1) / kRows;
-    const KeyRange keys = visible_to_any(a_, w.sequence, 0, w.sequence.q_len - 1);
+    w.sequence = sequence;
+    w.row_tiles = (sequence.q_len * int32_t(a_.group.value) + kRows - 1) / kRows;
+    const KeyRange keys = visible_to_any(a_, sequence, 0, sequence.q_len - 1);
     w.first_tile = keys.begin / kKeys;
     w.tiles = max((keys.end + kKeys - 1) / kKeys - w.first_tile, 1);  // one at least: someone must write the zeros
     w.steps = (w.tiles + (1 << a_.log2_line_tiles) - 1) >> a_.log2_line_tiles;
-    w.pieces = 1;
-    if (a_.params.deterministic && rows <= kMaxSplitRows) {
-      const int32_t wanted = min((w.tiles * kKeys + kPieceKeys - 1) / kPieceKeys, kPieces);
-      const int32_t steps = (w.steps + wanted - 1) / wanted;
-      w.pieces = (w.steps + steps - 1) / steps;  // none is empty
-    }
     return w;
   }
 
   __device__ uint32_t size_of_work(const Work& w) const {
-    const uint64_t size =
-        uint64_t(uint32_t(a_.params.num_kv_heads) * uint32_t(w.row_tiles)) * uint32_t(a_.params.deterministic ? w.pieces : w.steps);
+    const uint32_t items = uint32_t(a_.num_kv_heads) * uint32_t(w.row_tiles);
+    const uint64_t size = uint64_t(items) * uint32_t(kDeterministic ? pieces_of(w) : w.steps);
     return size < kMost ? uint32_t(size) : kMost;
   }
 
@@ -202,10 +188,12 @@ class Schedule {
   // prefix[t] = work of the sequences before those of thread t. Returns the sum.
   __device__ int32_t scan() {
     uint32_t sum = 0;
+    const int32_t begin = int32_t(threadIdx.x) * per_thread_, end = min(begin + per_thread_, a_.num_seqs);
 #pragma unroll 1
-    for (int32_t i = 0; i < per_thread_; ++i) {
-      const int64_t index = int64_t(threadIdx.x) * per_thread_ + i;
-      if (index < a_.params.num_seqs) sum = add(sum, size_of_work(work_of(index)));
+    for (int32_t index = begin; index < end; ++index) {
+      const Sequence sequence = sequence_at(index);
+      if (index == begin) memory_.first[threadIdx.x] = sequence;
+      sum = add(sum, size_of_work(work_of(sequence)));
     }
     uint32_t inclusive = sum;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -217,12 +205,10 @@ class Schedule {
     if (lane == kWarp - 1) memory_.sums[warp] = inclusive;
     __syncthreads();
     uint32_t before = 0, total = 0;
-    const int warps = blockDim.x / kWarp;
-#pragma unroll
-    for (int w = 0; w < kMaxAttentionThreads / kWarp; ++w) {
-      const uint32_t part = w < warps ? memory_.sums[w] : 0;
-      if (w < warp) before = add(before, part);
-      total = add(total, part);
+#pragma unroll 1
+    for (int w = 0; w < blockDim.x / kWarp; ++w) {
+      if (w < warp) before = add(before, memory_.sums[w]);
+      total = add(total, memory_.sums[w]);
     }
     memory_.prefix[threadIdx.x] = add(before, inclusive) - sum;
     __syncthreads();
@@ -231,56 +217,26 @@ class Schedule {
 
   // The sequence that `offset` falls into; the offset becomes relative to it. Called by whole warps.
   __device__ Work find(int32_t& offset) const {
-    const int lane = threadIdx.x % kWarp;
     int count = 0;
-#pragma unroll
-    for (int i = 0; i < kMaxAttentionThreads / kWarp; ++i) {
-      const int thread = i * kWarp + lane;
-      count += thread < blockDim.x && memory_.prefix[thread] <= uint32_t(offset);
-    }
+#pragma unroll 1
+    for (int thread = threadIdx.x % kWarp; thread < blockDim.x; thread += kWarp)
+      count += memory_.prefix[thread] <= uint32_t(offset);
     const int thread = int(__reduce_add_sync(kFullMask, unsigned(count))) - 1;  // the last that begins before
     offset -= int32_t(memory_.prefix[thread]);
-    int64_t index = int64_t(thread) * per_thread_;
+    Work work = work_of(memory_.first[thread]);
+    if (per_thread_ == 1) return work;
 #pragma unroll 1
-    while (true) {
-      const Work work = work_of(index);
-      const uint32_t size = size_of_work(work);
-      if (uint32_t(offset) < size || per_thread_ == 1) return work;
+    for (uint32_t size; uint32_t(offset) >= (size = size_of_work(work)); work = work_of(sequence_at(work.sequence.index + 1)))
       offset -= int32_t(size);
-      ++index;
-    }
+    return work;
   }
 
-  // Where dealt piece `block` begins on the line: the first `larger_` pieces have a step more.
+  // Where the part of block `block` begins on the line: the first `larger_` parts have a step more.
   __device__ int32_t begin_of(int32_t block) const { return block * share_ + min(block, larger_); }
 
-  __device__ int32_t piece_of(int32_t position) const {
-    if (position >= dealt_) return num_blocks_ + (position - dealt_) / unit_;
+  __device__ int32_t block_of(int32_t position) const {
     const int32_t border = larger_ * (share_ + 1);
     return position < border ? position / (share_ + 1) : larger_ + (position - border) / share_;
-  }
-
-  // Puts the cursor on the next unit of the queue. The first warp of the block to ask takes it for all.
-  __device__ bool take(Cursor& c) const {
-    if (a_.params.deterministic || dealt_ == total_) return false;
-    int32_t piece = 0;
-    if (threadIdx.x % kWarp == 0) {
-      volatile int32_t* unit = &memory_.units[min(c.taken, kMaxUnits - 1)];
-      if (atomicCAS(const_cast<int32_t*>(unit), kOpen, kTaking) == kOpen) {
-        wait_for_predecessor();
-        *unit = num_blocks_ + int32_t(min(atomicAdd(a_.workspace.queue, 1u), uint32_t(kMaxUnits)));
-      }
-      do piece = *unit;
-      while (piece < 0);
-    }
-    piece = __shfl_sync(kFullMask, piece, 0);
-    ++c.taken;
-    const int64_t begin = dealt_ + int64_t(piece - num_blocks_) * unit_;
-    if (begin >= total_) return false;
-    c.position = int32_t(begin);
-    c.end = int32_t(min(begin + unit_, int64_t(total_)));
-    c.piece = piece;
-    return true;
   }
 
   // Items of a sequence: kv head after kv head, its row tiles side by side (they read the same keys).
@@ -294,21 +250,56 @@ class Schedule {
     s.keys = visible_to_any(a_, work.sequence, a_.group.divide(s.first_row), a_.group.divide(s.first_row + s.rows - 1));
   }
 
+  struct Slots {
+    int32_t first, second, step, count;
+  };
+
+  __device__ static void write(Record& record, const Segment& s, Slots slots) {
+    record = {slots.first, slots.second, slots.step, slots.count, s.sequence.token, s.kv_head, s.first_row, s.rows};
+  }
+
+  // ---- Deterministic mode ----
+
+  __device__ int32_t steps_per_piece(const Work& w) const {
+    if (w.sequence.q_len * int32_t(a_.group.value) > kMaxSplitRows) return w.steps;
+    const int32_t pieces = min((w.tiles * kKeys + kPieceKeys - 1) / kPieceKeys, kPieces);
+    return (w.steps + pieces - 1) / pieces;
+  }
+
+  __device__ int32_t pieces_of(const Work& w) const {
+    const int32_t steps = steps_per_piece(w);
+    return (w.steps + steps - 1) / steps;
+  }
+
+  __device__ bool next_piece(int32_t& position, int32_t offset, const Work& work, Segment& s) const {
+    const int32_t pieces = pieces_of(work), steps = steps_per_piece(work);
+    const int32_t item = offset / pieces, piece = offset - item * pieces;
+    place(s, work, item, piece * steps, min(work.steps, (piece + 1) * steps));
+    s.slot = pieces == 1 ? -1 : position;
+    position += gridDim.x;
+    return true;
+  }
+
+  __device__ void record_piece(const Segment& s, int32_t position_after) const {
+    Record& record = a_.workspace.records[position_after - int32_t(gridDim.x)];
+    const Work work = work_of(s.sequence);
+    const bool first = s.tile_begin == work.first_tile;
+    write(record, s, {s.slot, s.slot + 1, 1, s.slot >= 0 && first ? pieces_of(work) : 0});
+  }
+
   // While the lengths are on their way: all blocks together bring the table near, if it is small.
   __device__ void prefetch_table() const {
     constexpr int64_t kLine = 32;  // entries
-    const AttentionParams& p = a_.params;
-    const int64_t lines = (p.num_seqs * p.block_table_stride + kLine - 1) / kLine;
-    if (lines > 32 * gridDim.x || p.block_table_stride < p.max_blocks) return;
     const int64_t line = int64_t(threadIdx.x) * gridDim.x + blockIdx.x;
-    const int64_t end = (p.num_seqs - 1) * p.block_table_stride + p.max_blocks;
-    if (line * kLine < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_table + line * kLine));
+    const int64_t entries = a_.num_seqs * a_.table_stride;
+    if (entries > kLine * kWarp * gridDim.x || line * kLine >= entries) return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(a_.block_table + line * kLine));
   }
 
   const AttentionLaunch& a_;
   ScheduleMemory& memory_;
-  int32_t total_, dealt_, unit_;  // steps: of the line, of the pieces dealt out from the start, of a unit of the queue
-  int32_t share_, larger_;        // steps of a dealt piece; how many pieces have one more
+  int32_t total_;            // steps of the line
+  int32_t share_, larger_;   // steps of a part; how many parts have one more
   int32_t per_thread_, num_blocks_;
 };
 

@@ -68,14 +68,6 @@ int32_t line_shift(const AttentionParams& p, const AttentionPlan& plan) {
 
 // ---- Launches ----
 
-// First launch of paged_attention. The second is brought up while it runs, and reads the counts much later.
-__global__ void __launch_bounds__(kMaxAttentionThreads) reset_counts(const __grid_constant__ Workspace w) {
-  let_dependents_start();
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < w.max_pieces; i += int64_t(gridDim.x) * blockDim.x)
-    w.arrivals[i] = 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *w.queue = 0;
-}
-
 template <int kDims>
 void launch_general(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
   const Cache& cache = launch.params.key_cache;
@@ -83,8 +75,10 @@ void launch_general(const AttentionLaunch& launch, const AttentionPlan& plan, cu
   const bool wide = cache.head_size % 8 == 0 && cache.block_stride % 8 == 0 && cache.slot_stride % 8 == 0 &&
                     cache.head_stride % 8 == 0 && reinterpret_cast<intptr_t>(cache.data) % (bytes < 16 ? bytes : 16) == 0;
   const int64_t shared_bytes = general::shared_bytes(launch);
-  wide ? launch_dependent<general::attention<kDims, 8>>(plan.grid, general::kThreads, shared_bytes, launch, stream)
-       : launch_dependent<general::attention<kDims, 1>>(plan.grid, general::kThreads, shared_bytes, launch, stream);
+  const auto run = launch.deterministic
+                       ? (wide ? launch_kernel<general::attention<kDims, 8, true>> : launch_kernel<general::attention<kDims, 1, true>>)
+                       : (wide ? launch_kernel<general::attention<kDims, 8, false>> : launch_kernel<general::attention<kDims, 1, false>>);
+  run(Order::after_predecessor, plan.grid, general::kThreads, shared_bytes, launch, stream);
 }
 
 void launch_attention(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
@@ -96,6 +90,11 @@ void launch_attention(const AttentionLaunch& launch, const AttentionPlan& plan, 
   throw std::invalid_argument("head_size_v must be at most 576, got " + std::to_string(head_size_v));
 }
 
+template <int kRows>
+void launch_merge(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
+  launch_kernel<merge_partial_results<kRows>>(Order::beside_predecessor, plan.grid, kMergeThreads, 0, launch, stream);
+}
+
 AttentionPlan plan_attention(const AttentionParams& params) {
   AttentionPlan plan{};
   const Device& device = current_device();
@@ -104,14 +103,43 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   const int64_t size = key_size > value_size ? key_size : value_size;
   plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
   plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class) : general::kRows;
-  plan.grid = device.num_sms * (plan.tensor_cores ? 1 : 3);
+  plan.grid = device.num_sms * (plan.tensor_cores ? 2 : 3);
   Workspace& w = plan.workspace;
   w.row_stride = int32_t(round_up(value_size, 4));
   w.slot_floats = int64_t(plan.rows) * (2 + w.row_stride);
-  w.max_pieces = params.deterministic ? max_units(params, plan.rows) : plan.grid + kMaxUnits;
-  plan.num_slots = params.deterministic ? w.max_pieces : 2 * w.max_pieces;
-  plan.bytes = kHeaderBytes + round_up(4 * w.max_pieces, 256) + 4 * plan.num_slots * w.slot_floats;
+  w.max_records = params.deterministic ? max_units(params, plan.rows) : plan.grid;
+  plan.num_slots = params.deterministic ? w.max_records : 2 * w.max_records;
+  plan.bytes = kHeaderBytes + w.max_records * int64_t(sizeof(Record)) + 4 * plan.num_slots * w.slot_floats;
   return plan;
+}
+
+AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
+  AttentionLaunch a{};
+  a.seq_lens = p.seq_lens;
+  a.cu_seqlens_q = p.cu_seqlens_q;
+  a.block_table = p.block_table;
+  a.table_stride = p.block_table_stride;
+  a.num_seqs = int32_t(p.num_seqs);
+  a.num_tokens = int32_t(p.num_tokens);
+  a.num_kv_heads = int32_t(p.num_kv_heads);
+  a.num_blocks = int32_t(p.num_blocks);
+  const double capacity = double(p.max_blocks) * double(p.block_size);  // in tokens; may pass 2^63
+  a.capacity = capacity < double(1 << 30) ? int32_t(capacity) : 1 << 30;
+  a.block_size = int32_t(p.block_size < INT32_MAX ? p.block_size : INT32_MAX);
+  a.log2_block_size = log2_of(p.block_size);
+  a.log2_line_tiles = line_shift(p, plan);
+  a.group = divisor_of(uint32_t(p.num_heads / p.num_kv_heads));
+  a.window_left = clip_window(p.window_left);
+  a.window_right = clip_window(p.window_right);
+  a.causal = p.causal;
+  a.deterministic = p.deterministic;
+  a.params = p;
+  char* memory = static_cast<char*>(p.workspace);
+  a.workspace = plan.workspace;
+  a.workspace.num_records = reinterpret_cast<int64_t*>(memory);
+  a.workspace.records = reinterpret_cast<Record*>(memory + kHeaderBytes);
+  a.workspace.slots = reinterpret_cast<float*>(a.workspace.records + plan.workspace.max_records);
+  return a;
 }
 
 }  // namespace
@@ -121,22 +149,15 @@ int64_t paged_attention_workspace(const AttentionParams& params) { return plan_a
 void paged_attention(const AttentionParams& params, cudaStream_t stream) {
   if (params.num_tokens == 0 || params.num_heads == 0) return;
   const AttentionPlan plan = plan_attention(params);
-  AttentionLaunch launch{params,
-                         plan.workspace,
-                         clip_window(params.window_left),
-                         clip_window(params.window_right),
-                         divisor_of(uint32_t(params.num_heads / params.num_kv_heads)),
-                         log2_of(params.block_size),
-                         line_shift(params, plan)};
-  char* memory = static_cast<char*>(params.workspace);
-  Workspace& w = launch.workspace;
-  w.queue = reinterpret_cast<uint32_t*>(memory);
-  w.arrivals = reinterpret_cast<uint32_t*>(memory + kHeaderBytes);
-  w.slots = reinterpret_cast<float*>(memory + kHeaderBytes + round_up(4 * w.max_pieces, 256));
-  const int64_t resets = divide_up(w.max_pieces, 4 * kMaxAttentionThreads);
-  reset_counts<<<unsigned(resets < 1 ? 1 : resets < plan.grid ? resets : plan.grid), kMaxAttentionThreads, 0, stream>>>(w);
+  const AttentionLaunch launch = launch_of(params, plan);
   launch_attention(launch, plan, stream);
-  check_launch("paged_attention");
+  switch (plan.rows) {
+    case 4: return launch_merge<4>(launch, plan, stream);
+    case 8: return launch_merge<8>(launch, plan, stream);
+    case 16: return launch_merge<16>(launch, plan, stream);
+    case 32: return launch_merge<32>(launch, plan, stream);
+    default: throw std::logic_error("no merge for items of " + std::to_string(plan.rows) + " rows");
+  }
 }
 
 }  // namespace paged_kv::cuda

@@ -7,17 +7,16 @@ behind :func:`_make_mask`, which steps in only if the key length it is given cam
 forwards, other caches and training see the functions they always saw.
 
 Models that touch keys and values between ``update`` and attention, or attend without looking up a function, get
-gathered keys and values instead (:data:`GATHERED_MODELS`, or ``mode="gather"``). A model of that kind that is not known
+gathered keys and values instead (:mod:`.families`, or ``mode="gather"``). A model of that kind that is not known
 here is refused at its second layer rather than answered wrongly.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,32 +28,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from torch_paged_kv import cache as core
 from torch_paged_kv.cache import Step
+from torch_paged_kv.integrations import families
 from torch_paged_kv.storage import KVPool
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
-# Model types whose attention does not go from `update` straight to a looked-up attention function.
-_ATTENDS_ON_ITS_OWN = (
-    "autoformer bark big_bird bigbird_pegasus blip blip_text_model bloom clvp clvp_decoder codegen cpmant ctrl falcon "
-    "flaubert fsmt git gpt_neo gpt_neox_japanese gptj imagegpt informer kyutai_speech_to_text led megatron-bert mimi "
-    "moshi mpt mvp prophetnet recurrent_gemma reformer rembert roformer seamless_m4t seamless_m4t_v2 speecht5 tapas "
-    "trocr unlimited_ocr xglm xlm"
-)
-_COMPUTES_WITH_THE_HISTORY = (
-    "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots3_note "
-    "glm4_moe_lite glm5_next glm_moe_dsa hy_v4 hy_v4_vl idefics inkling jetmoe kimi_linear longcat_flash longt5 "
-    "minicpm3 minimax_m3_vl mistral4 moonshine moonshine_streaming mt5 pix2struct pix2struct_text_model pop2piano "
-    "switch_transformers t5 t5gemma2 udop umt5 youtu"
-)
-_BEFORE_5_17 = "nemotron"
-_BEFORE_5 = (
-    "bert bert-generation bridgetower camembert data2vec-text dbrx electra ernie jamba olmoe phimoe qwen2_moe roberta "
-    "roberta-prelayernorm roc_bert stablelm xlm-roberta xlm-roberta-xl xmod"
-)
-GATHERED_MODELS = frozenset(
-    f"{_ATTENDS_ON_ITS_OWN} {_COMPUTES_WITH_THE_HISTORY} {_BEFORE_5_17 if VERSION < (5, 17) else ''} "
-    f"{_BEFORE_5 if VERSION < (5,) else ''}".split()
-)
+GATHERED_MODELS = families.gathered(VERSION)
 
 # Attention implementations whose meaning the ops reproduce. None: a config that no model has taken yet.
 REPLACED_ATTENTION = frozenset(
@@ -257,10 +236,11 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     def update_layer(self, layer: PagedLayer, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`update` for a paged layer."""
         self._check_pending(layer)
-        step = self.write(layer.index, key_states, value_states)
+        step = self.write(layer.index, key_states.detach(), value_states.detach())
         if not self._direct:
             _count("gathered")
-            return self.gather(layer.index)
+            key, value = self.gather(layer.index)
+            return _without_backward(key, key_states), _without_backward(value, value_states)
         key = key_states.view_as(key_states)  # an object of its own to carry the handle
         key._paged_kv = self._progress.pending = Handle(self, layer, step)  # type: ignore[attr-defined]
         return key, value_states
@@ -295,18 +275,48 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         _count("direct")
         layer = handle.layer
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is not None and attention_mask.shape[0] == 0:
+            attention_mask, causal = None, True  # what make_mask says of a causal mask
+        sinks = sinks if s_aux is None else s_aux
         out = self.attend(
             handle.step,
             layer.index,
-            query,
+            query.detach(),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             causal=causal,
             window=sliding_window if self._config is None else layer.window,
             softcap=softcap or 0.0,
-            sinks=sinks if s_aux is None else s_aux,
-            mask=None if attention_mask is None or attention_mask.shape[0] == 0 else attention_mask,
+            sinks=None if sinks is None else sinks.detach(),
+            mask=attention_mask,
         )
-        return out, None
+        return _without_backward(out, query), None
+
+    def dense(
+        self, handle: Handle, query: Tensor, mask: Tensor | None, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What an attention function that gives out its weights needs instead: all keys, all values, a full mask.
+
+        Returns:
+            ``[num_seqs, num_kv_heads, seen, head_size]``, ``[..., head_size_v]``, ``[num_seqs, 1, length, seen]``.
+        """
+        self._progress.pending = None
+        _count("gathered")
+        key, value = self.gather(handle.layer.index)
+        if mask is None or mask.shape[0] == 0:
+            window = window if self._config is None else handle.layer.window
+            mask = self._visible(query.shape[2], window).to(query.device)
+        if mask.dtype == torch.bool:
+            lowest = torch.finfo(query.dtype).min
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, lowest)
+        return _without_backward(key, query), _without_backward(value, query), mask
+
+    def _visible(self, length: int, window: int | None) -> Tensor:
+        """Which positions the last ``length`` ones see: bool ``[num_seqs, 1, length, seen]`` on the CPU."""
+        stored = self._mirror().stored()
+        position = torch.arange(stored.shape[1])
+        distance = position[-length:, None] - position
+        visible = (distance >= 0) & (distance < (window or stored.shape[1]))
+        return visible & stored[:, None, None, :]
 
     def mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Number of key positions with the coming ones, and the first of them; tells the mask function who asks."""
@@ -514,7 +524,36 @@ def _attend(
     handle: Handle | None = getattr(key, "_paged_kv", None)
     if handle is None:
         return original(module, query, key, value, attention_mask, **kwargs)
+    if _gives_weights(module, kwargs):
+        dense = handle.cache.dense(handle, query, attention_mask, kwargs.get("sliding_window"))
+        return original(module, query, *dense, **kwargs)
     return handle.cache.attention(handle, module, query, attention_mask, **kwargs)
+
+
+def _gives_weights(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether a layer's attention weights are asked for, of an implementation that has them."""
+    config = getattr(module, "config", None)
+    wanted = arguments.get("output_attentions") or getattr(config, "output_attentions", False)
+    return bool(wanted) and getattr(config, "_attn_implementation", None) == "eager"
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Identity whose backward refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, source: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("a forward through a PagedKVCache has no backward: train with use_cache=False")
+
+
+def _without_backward(values: Tensor, source: Tensor) -> Tensor:
+    """``values`` as made from ``source`` by an op for inference: usable in grad mode, but not to be trained through."""
+    if torch.is_grad_enabled() and source.requires_grad:
+        return _WithoutBackward.apply(values, source)  # type: ignore[no-any-return, no-untyped-call]
+    return values
 
 
 def _is_plain(arguments: dict[str, Any], length: int) -> bool:
@@ -552,65 +591,3 @@ _give_out_behind(
     modeling_utils.AttentionInterface,
     "get_interface" if hasattr(modeling_utils.AttentionInterface, "get_interface") else "__getitem__",
 )
-
-
-# ---- patching -----------------------------------------------------------------------------------------------------
-
-_PREPARE = "_prepare_cache_for_generation"  # what generate calls on the model to make its cache
-
-
-def patch(model: Any, **arguments: Any) -> None:
-    """Make ``model.generate(...)`` use a paged cache where it would make a ``DynamicCache``.
-
-    Nothing else of the model changes: not its config, its attention or its forward. A cache given to ``generate``,
-    and other kinds asked for by ``cache_implementation``, are used as before.
-
-    Args:
-        model: a Transformers model that can generate.
-        **arguments: of :class:`PagedKVCache`, such as ``block_size`` or ``dtype``.
-
-    Raises:
-        TypeError: the model cannot generate.
-    """
-    prepare = getattr(type(model), _PREPARE, None)
-    if prepare is None:
-        raise TypeError(f"model must be one that can generate, got {type(model).__name__}")
-
-    @functools.wraps(prepare)
-    def prepare_paged(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        prepare(model, generation_config, model_kwargs, *args, **kwargs)
-        for name in ("cache", "past_key_values"):
-            made = model_kwargs.get(name)
-            if made is None or getattr(made, "_is_user_defined", False) or not _replaces(generation_config):
-                continue
-            paged = PagedKVCache(model.config.get_text_config(decoder=True), **arguments)
-            if type(made) is DynamicCache:
-                model_kwargs[name] = paged
-            elif type(getattr(made, "self_attention_cache", None)) is DynamicCache:
-                made.self_attention_cache = paged
-            if getattr(generation_config, "is_assistant", False):
-                paged.activate_past_recording()
-
-    setattr(model, _PREPARE, prepare_paged)
-
-
-def unpatch(model: Any) -> None:
-    """Undo :func:`patch`; nothing to do for a model that is not patched."""
-    vars(model).pop(_PREPARE, None)
-
-
-@contextlib.contextmanager
-def paged(model: Any, **arguments: Any) -> Iterator[Any]:
-    """:func:`patch` for the length of a ``with`` block, also if it ends with an exception."""
-    before = vars(model).get(_PREPARE)
-    patch(model, **arguments)
-    try:
-        yield model
-    finally:
-        unpatch(model)
-        if before is not None:
-            setattr(model, _PREPARE, before)
-
-
-def _replaces(generation_config: Any) -> bool:
-    return generation_config.cache_implementation in (None, "dynamic")
