@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from torch_paged_kv.integrations.transformers import PagedKVCache
 
+_NAMES = {"cache", "past_key_values"}  # of a cache among generate's arguments, in newer and older releases
 _PREPARE = "_prepare_cache_for_generation"  # what generate calls on the model to make its cache
 
 
@@ -33,10 +34,11 @@ def patch(model: Any, **arguments: Any) -> None:
 
     @functools.wraps(prepare)
     def prepare_paged(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        given = {name for name in _NAMES if model_kwargs.get(name) is not None}
         prepare(model, generation_config, model_kwargs, *args, **kwargs)
-        for name in ("cache", "past_key_values"):
+        for name in _NAMES - given:
             made = model_kwargs.get(name)
-            if made is None or getattr(made, "_is_user_defined", False) or not _replaces(generation_config):
+            if made is None or not _replaces(generation_config):
                 continue
             paged = PagedKVCache(model.config.get_text_config(decoder=True), **arguments)
             if type(made) is DynamicCache:
