@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from torch_paged_kv import OutOfBlocksError, PagedKVCache
@@ -179,6 +179,48 @@ def test_a_forward_in_grad_mode_can_be_used_but_not_trained_through(llama: Any) 
         with pytest.raises(RuntimeError, match="no backward: train with use_cache=False"):
             logits.sum().backward()
     torch.testing.assert_close(logits, llama(**batch, past_key_values=DynamicCache()).logits)
+
+
+def test_padding_of_a_later_step_sees_nothing(llama: Any) -> None:
+    """Its positions lie past keys by then; what comes out there is what comes out of padding in a first step."""
+    batch = models.prompts([9, 9])
+    cache = PagedKVCache(llama.config, block_size=BLOCK)
+    llama(**batch, past_key_values=cache)
+    mask = torch.cat([batch["attention_mask"], torch.tensor([[0, 0, 1], [1, 1, 1]])], dim=1)
+    layers: list[Tensor] = []
+    attend = cache.attend
+    cache.attend = lambda *args, **kwargs: layers.append(attend(*args, **kwargs)) or layers[-1]  # type: ignore[method-assign, func-returns-value]
+    llama(input_ids=batch["input_ids"][:, :3], attention_mask=mask, past_key_values=cache)
+    assert len(layers) == llama.config.num_hidden_layers
+    for out in layers:
+        assert (out[0, :2] == 0).all()
+        assert (out[0, 2] != 0).any()
+        assert (out[1] != 0).any(-1).all()
+
+
+def test_a_paged_cross_cache() -> None:
+    """Keys of the encoder are written once; the decoder's queries are of another length."""
+    model, batch = models.tiny("bart"), models.prompts([7, 5])
+    encoder_decoder = EncoderDecoderCache(PagedKVCache(model.config), PagedKVCache(model.config))
+    settings = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}
+    expected = model.generate(**batch, **settings)
+    assert torch.equal(model.generate(**batch, **settings, past_key_values=encoder_decoder), expected)
+
+
+def test_dropout_of_a_model_in_train_mode() -> None:
+    """The layer's own function is given gathered keys and values, and does with dropout what it does."""
+    model, batch = models.tiny("bart"), models.prompts([7])
+    outputs = []
+    for cache in (DynamicCache(), PagedKVCache(model.config)):
+        torch.manual_seed(1)
+        model.train()
+        decoder = {
+            "decoder_input_ids": batch["input_ids"],
+            "past_key_values": EncoderDecoderCache(cache, DynamicCache()),
+        }
+        outputs.append(model(**batch, **decoder).logits)
+        model.eval()
+    torch.testing.assert_close(outputs[1], outputs[0])
 
 
 def test_attention_weights_of_eager_attention() -> None:

@@ -142,7 +142,9 @@ def test_generate_compiles_its_decode_steps_once(family: str) -> None:
         graphs.append(graph)
         return graph
 
-    compiled = CompileConfig(fullgraph=True, backend=count, mode=None)
+    no_mode: dict[str, Any] = {"mode": None}
+
+    compiled: Any = CompileConfig(fullgraph=True, backend=count, **no_mode)
     compiled._compile_all_devices = True  # by itself it compiles on accelerators only
     expected = model.generate(**batch, **settings)
     cache = PagedKVCache(model.config, block_size=3, num_tokens=400)
@@ -157,7 +159,8 @@ def test_generate_compiles_its_decode_steps_once(family: str) -> None:
 def test_the_host_raises_before_a_compiled_step_runs_out() -> None:
     model, batch = models.tiny("llama"), models.prompts([9])
     cache = PagedKVCache(model.config, block_size=4, num_blocks=5)
-    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    no_mode: dict[str, Any] = {"mode": None}
+    compiled: Any = CompileConfig(fullgraph=True, backend="eager", **no_mode)
     compiled._compile_all_devices = True
     with pytest.raises(OutOfBlocksError, match="wanted 1, free 0"):
         model.generate(**batch, max_new_tokens=30, eos_token_id=None, past_key_values=cache, compile_config=compiled)

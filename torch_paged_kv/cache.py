@@ -22,7 +22,7 @@ from .errors import OutOfBlocksError
 from .layout import LayerPlace, LayerShape, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
-from .storage import KVPool, Rows, free_rows
+from .storage import KVPool, Rows
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -37,6 +37,7 @@ class Step:
     block_table: tuple[Tensor, ...]  # per group: int32 [num_seqs, max_blocks]
     seq_lens: Tensor  # int32 [num_seqs], this step's tokens included
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
+    num_new: Tensor | None  # int32 [num_seqs] tokens; None = no padding
     order: Tensor | None  # int64 [num_seqs, length]: moves tokens to the right of their row; None = they are there
     written: int = -1  # last layer that wrote
 
@@ -308,6 +309,9 @@ class PagedKVCache(nn.Module):
             mask=None if mask is None else self._packed_mask(mask, step),
         )
         out = out.view(step.num_seqs, step.length, *out.shape[1:])
+        if step.num_new is not None:  # padding lies on earlier positions now, and would see the keys before them
+            position = torch.arange(step.length, device=out.device)
+            out.masked_fill_((position < step.length - step.num_new[:, None])[:, :, None, None], 0)
         if step.order is None:
             return out
         return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
@@ -359,7 +363,7 @@ class PagedKVCache(nn.Module):
             pool.fork(rows.block_table, rows.seq_lens, source, torch.arange(rows.num_seqs, device=source.device))
         else:
             self._hold(rows.forked(source, pool))
-            free_rows(pool, rows)
+            pool.free_rows(rows)
         if not lengths.alike or source.shape[0] != len(lengths.lens):
             lengths.select(source.tolist())
 
@@ -392,7 +396,7 @@ class PagedKVCache(nn.Module):
     def reset(self) -> None:
         """Give every block back. The pool keeps its memory; :meth:`release` drops that too."""
         if self._rows is not None:
-            free_rows(self.pool, self._rows)
+            self.pool.free_rows(self._rows)
             self._rows.seen.zero_()
         self._lengths = Lengths.of(self.num_seqs)
         self._progress = Progress()
@@ -446,7 +450,7 @@ class PagedKVCache(nn.Module):
             self._finalizer = None
         self._rows = rows
         if rows is not None:
-            self._finalizer = weakref.finalize(self, free_rows, self.pool, rows)
+            self._finalizer = weakref.finalize(self, self.pool.abandon, rows)
             self._finalizer.atexit = False
 
     def _mirror(self, exact: bool = True) -> Lengths:
@@ -550,6 +554,7 @@ class PagedKVCache(nn.Module):
             rows.block_table.unbind(0),
             rows.seq_lens,
             cu_seqlens_q,
+            None if padding is None else padding.num_new,
             None if padding is None else padding.order,
         )
 

@@ -27,7 +27,7 @@ PROMPTS = (
     "Tell this story in your own words.",
     "Write a haiku about the sea.",
 )
-RUNS = 3  # of each cache, in turn; the faster one counts
+RUNS = 3  # of each cache, in turn; the fastest one counts
 
 
 @dataclass
@@ -150,7 +150,7 @@ def held(cache: Any, mask: Tensor) -> tuple[int, float]:
 
 
 def compare(run: Callable[[Any, Any], Run], model: Any, paged_cache: Any) -> tuple[Run, Run]:
-    """The faster of a few runs over each kind of cache; they take turns, so that both see the same machine."""
+    """The fastest of a few runs over each kind of cache; they take turns, so that both see the same machine."""
     from transformers import DynamicCache
 
     dynamic_config = model.config.get_text_config(decoder=True)

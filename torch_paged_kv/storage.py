@@ -34,6 +34,7 @@ class KVPool(BlockPool):
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
         self.bound_stale = False
+        self._abandoned: list[Rows] = []  # of caches that are gone; their blocks go back when somebody counts
 
     def lane(self, index: int) -> Tensor:
         """Storage of lane ``index``: ``[num_blocks, elements]``."""
@@ -67,6 +68,25 @@ class KVPool(BlockPool):
             self._set_lane(index, _resized(lane, num_blocks, lane.shape[1]))
         self.free_bound += added
 
+    def abandon(self, rows: Rows) -> None:
+        """Take the rows of a cache that is gone: called by the garbage collector, so no tensor is touched here."""
+        self._abandoned.append(rows)
+
+    def free_rows(self, rows: Rows) -> None:
+        """Give all blocks of rows back."""
+        self.free(rows.block_table, rows.seq_lens, torch.zeros_like(rows.seq_lens))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds. Synchronises on CUDA."""
+        self._collect()
+        return super().num_free
+
+    def check(self, *tables: tuple[Tensor, Tensor]) -> None:
+        """Raise unless the accounts close, as :meth:`BlockPool.check` says."""
+        self._collect()
+        super().check(*tables)
+
     def has_room(self, wanted: int) -> bool:
         """Whether ``wanted`` blocks are free; asks the device only if the host's bound leaves it open."""
         if self.bound_stale or wanted > self.free_bound:
@@ -92,6 +112,10 @@ class KVPool(BlockPool):
     def block_bytes(self) -> int:
         """Bytes of one block over all its lanes."""
         return sum(lane.shape[1] * lane.element_size() for lane in self.lanes())
+
+    def _collect(self) -> None:
+        while self._abandoned:
+            self.free_rows(self._abandoned.pop())
 
     def _set_lane(self, index: int, lane: Tensor) -> None:
         self.register_buffer(f"lane_{index}", lane, persistent=False)
@@ -153,10 +177,3 @@ class Rows(nn.Module):
         rows.block_table, rows.seq_lens = table[:, old:].contiguous(), seq_lens[old:].contiguous()
         rows.retain, rows.seen = self.retain.clone(), self.seen.clone()
         return rows
-
-
-def free_rows(pool: KVPool, rows: Rows) -> None:
-    """Give the blocks of rows back whose cache is gone."""
-    if rows.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    pool.free(rows.block_table, rows.seq_lens, torch.zeros_like(rows.seq_lens))

@@ -191,7 +191,6 @@ __global__ void __launch_bounds__(kThreads) attention(const __grid_constant__ At
 
   let_dependents_start();
   const Schedule<kRows, kKeys, kDeterministic> schedule(a, shared.schedule);
-  if (threadIdx.x == 0) schedule.clear_records();
   int32_t position = schedule.start();
   Segment s;
   while (schedule.next(position, s)) {

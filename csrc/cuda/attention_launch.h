@@ -13,13 +13,14 @@ struct AttentionPlan {
   int head_size_class;   // 64, 128 or 256, of the tensor-core kernel
   int rows;              // of an item
   int grid;
+  int warps;             // of a thread block
   int64_t num_slots;
   Workspace workspace;   // pointers are set when the memory is known
   int64_t bytes;
 };
 
 // What a thread block of the tensor-core kernel needs of shared memory besides its stages is less than this.
-inline constexpr int64_t kFixedSharedBytes = 4 * 1024;
+inline constexpr int64_t kFixedSharedBytes = 16 * 1024;
 
 enum class Order { after_predecessor, beside_predecessor };
 

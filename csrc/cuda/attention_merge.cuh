@@ -101,11 +101,28 @@ __device__ __noinline__ inline void zero_outside_spans(const AttentionLaunch& a)
 // ---- The merging launch ----
 
 inline constexpr int kMergeThreads = 256;
-inline constexpr int kMergeBatch = 8;  // partial results of a warp whose loads are in flight together
+inline constexpr int kMergeWarps = kMergeThreads / kWarp;
+inline constexpr int kMergeBatch = 6;  // partial results of a warp whose loads are in flight together
+
+// A row of an item that several thread blocks shared, and, if max_seqlen_q was too low, every a.max_rows-th after it.
+struct Task {
+  Record record;
+  int32_t row;
+};
+
+inline constexpr int kMaxTasks = 96;  // of a thread block: 3 borders of 32 rows
+
+struct MergeMemory {
+  ScheduleMemory schedule;
+  Task tasks[kMaxTasks];
+  int32_t counts[kMergeWarps];
+  Partial partials[kMergeWarps][kWarp];
+};
 
 // Merges the partial results `share`, `share` + `shares` ... of one row; a lane has 4 dims.
 template <int kRows>
-__device__ Partial merge_slots(const AttentionLaunch& a, const Record& r, int row, int32_t dim, int share, int shares) {
+__device__ Partial merge_slots(const AttentionLaunch& a, const Record& r, int32_t row, int32_t dim, int share,
+                               int shares) {
   Partial own;
 #pragma unroll 1
   for (int32_t first = share; first < r.num_slots; first += shares * kMergeBatch) {
@@ -113,54 +130,113 @@ __device__ Partial merge_slots(const AttentionLaunch& a, const Record& r, int ro
     float4 values[kMergeBatch];
 #pragma unroll
     for (int i = 0; i < kMergeBatch; ++i) {
-      const int32_t number = first + i * shares;
+      const int32_t number = min(first + i * shares, r.num_slots - 1);
       const int32_t slot = number == 0 ? r.first_slot : r.second_slot + (number - 1) * r.slot_step;
-      states[i] = {-INFINITY, 0.0f};
-      if (number >= r.num_slots) continue;
       states[i] = slot_states(a.workspace, slot)[row];
       values[i] = *reinterpret_cast<const float4*>(slot_values<kRows>(a.workspace, slot, row) + dim);
     }
 #pragma unroll
-    for (int i = 0; i < kMergeBatch; ++i) own.add(states[i], values[i]);
+    for (int i = 0; i < kMergeBatch; ++i)
+      if (first + i * shares < r.num_slots) own.add(states[i], values[i]);
   }
   return own;
 }
 
-// One thread block for a record. The warps share its rows; warps left over share the partial results of a row.
+// Merges one row with `shares` warps, this one being number `share`. Called by all threads; !works: without a part.
 template <int kRows>
-__global__ void __launch_bounds__(kMergeThreads) merge_partial_results(const __grid_constant__ AttentionLaunch a) {
-  constexpr int kWarps = kMergeThreads / kWarp;
-  __shared__ Partial partials[kWarps][kWarp];
+__device__ void merge_row(const AttentionLaunch& a, MergeMemory& memory, bool works, const Record& r, int32_t row,
+                          int share, int shares) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  wait_for_predecessor();
-  const int64_t num_records = a.deterministic ? *a.workspace.num_records : gridDim.x;
 #pragma unroll 1
-  for (int64_t index = blockIdx.x; index < num_records; index += gridDim.x) {
-    const Record r = a.workspace.records[index];
-    if (r.num_slots == 0) continue;
-    const int shares = a.deterministic || r.rows > kWarps / 2 ? 1 : kWarps / r.rows;  // rows vary with the batch
-    const int rows_at_once = kWarps / shares, share = warp % shares;
+  for (int32_t start = 0; start < a.workspace.row_stride; start += 4 * kWarp) {
+    const int32_t dim = start + 4 * lane;
+    const bool has_dims = works && dim < a.workspace.row_stride;
+    Partial own = has_dims ? merge_slots<kRows>(a, r, row, dim, share, shares) : Partial{};
+    if (shares > 1) {
+      memory.partials[warp][lane] = own;
+      __syncthreads();
 #pragma unroll 1
-    for (int first = 0; first < r.rows; first += rows_at_once) {
-      const int row = first + warp / shares;
-      const bool works = warp / shares < rows_at_once && row < r.rows;
-#pragma unroll 1
-      for (int32_t start = 0; start < a.workspace.row_stride; start += 4 * kWarp) {
-        const int32_t dim = start + 4 * lane;
-        const bool has_dims = works && dim < a.workspace.row_stride;
-        Partial own = has_dims ? merge_slots<kRows>(a, r, row, dim, share, shares) : Partial{};
-        if (shares > 1) {
-          partials[warp][lane] = own;
-          __syncthreads();
-          for (int other = 1; other < shares && share == 0 && has_dims; ++other) {
-            const Partial& part = partials[warp + other][lane];
-            own.add(part.state, {part.values[0], part.values[1], part.values[2], part.values[3]});
-          }
-          __syncthreads();
-        }
-        if (share == 0 && has_dims) store_result(a, output_row(a, r.token, r.kv_head, r.first_row + row), dim, own);
+      for (int other = 1; other < shares && share == 0 && has_dims; ++other) {
+        const Partial& part = memory.partials[warp + other][lane];
+        own.add(part.state, {part.values[0], part.values[1], part.values[2], part.values[3]});
       }
+      __syncthreads();
     }
+    if (share == 0 && has_dims) store_result(a, output_row(a, r.token, r.kv_head, r.first_row + row), dim, own);
+  }
+}
+
+// Merges tasks[0 .. count): the warps are dealt out evenly to them. Called by all threads.
+template <int kRows>
+__device__ void merge_tasks(const AttentionLaunch& a, MergeMemory& memory, int count) {
+  const int warp = threadIdx.x / kWarp;
+  // How many tasks a thread block has depends on the batch, and so does the order in which shares are summed.
+  const int shares = a.deterministic || count >= kMergeWarps ? 1 : kMergeWarps / count;
+  const int at_once = kMergeWarps / shares;
+#pragma unroll 1
+  for (int first = 0; first < count; first += at_once) {
+    const int number = first + warp / shares;
+    const bool works = warp / shares < at_once && number < count;
+    const Task& task = memory.tasks[works ? number : 0];
+#pragma unroll 1
+    for (int32_t row = task.row, step = 0; step < kRows; row += a.max_rows, step += a.max_rows)
+      merge_row<kRows>(a, memory, works && row < task.record.rows, task.record, row, warp % shares, shares);
+  }
+}
+
+// Appends the warps' tasks that have something to merge to the `count` tasks there are. Called by all threads.
+__device__ inline int add_tasks(MergeMemory& memory, int count, const Task& own) {
+  const int warp = threadIdx.x / kWarp;
+  const bool live = own.record.num_slots > 0 && own.row < own.record.rows;
+  if (threadIdx.x % kWarp == 0) memory.counts[warp] = live;
+  __syncthreads();
+  int before = count;
+#pragma unroll
+  for (int w = 0; w < kMergeWarps; ++w) {
+    before += w < warp ? memory.counts[w] : 0;
+    count += memory.counts[w];
+  }
+  if (live && threadIdx.x % kWarp == 0) memory.tasks[before] = own;
+  __syncthreads();
+  return count;
+}
+
+// Brought up while the attention launch runs: what there is to merge follows from the lengths, so it is known before
+// the partial results are. A task is a (row, border between two thread blocks); a thread block looks at neighbouring
+// borders, of which only the first inside an item counts: the fewer items there are, the more blocks share their rows.
+template <int kRows, int kKeys>
+__global__ void __launch_bounds__(kMergeThreads, 4) merge_parts(const __grid_constant__ AttentionLaunch a) {
+  __shared__ MergeMemory memory;
+  const Schedule<kRows, kKeys, false> schedule(a, memory.schedule);
+  const int32_t num_tasks = a.grid * a.max_rows;
+  const int32_t per_block = (num_tasks + gridDim.x - 1) / gridDim.x;
+  const int32_t first = blockIdx.x * per_block, end = min(first + per_block, num_tasks);
+  int count = 0;
+#pragma unroll 1
+  for (int32_t start = first; start < end; start += kMergeWarps) {
+    const int32_t number = start + int32_t(threadIdx.x / kWarp), row = number / a.grid;
+    Task own{};
+    if (number < end) own = {schedule.shared_item(number - row * a.grid), row};
+    count = add_tasks(memory, count, own);
+  }
+  wait_for_predecessor();
+  if (count > 0) merge_tasks<kRows>(a, memory, count);
+}
+
+// Deterministic mode: pieces have told by their records.
+template <int kRows>
+__global__ void __launch_bounds__(kMergeThreads, 4) merge_pieces(const __grid_constant__ AttentionLaunch a) {
+  __shared__ MergeMemory memory;
+  wait_for_predecessor();
+  const int64_t num_tasks = *a.workspace.num_records * a.max_rows;
+#pragma unroll 1
+  for (int64_t start = int64_t(blockIdx.x) * kMergeWarps; start < num_tasks; start += int64_t(gridDim.x) * kMergeWarps) {
+    const int64_t number = start + threadIdx.x / kWarp;
+    Task own{};
+    if (number < num_tasks) own = {a.workspace.records[number / a.max_rows], int32_t(number % a.max_rows)};
+    const int count = add_tasks(memory, 0, own);
+    if (count > 0) merge_tasks<kRows>(a, memory, count);
+    __syncthreads();
   }
 }
 

@@ -31,9 +31,17 @@ __device__ inline int num_warps() { return blockDim.x / kWarp; }
 
 __device__ inline uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
+// Keys and values are read once a step: they shall leave the L2 before anything else does.
+__device__ inline uint64_t streaming_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
 // 16 bytes global -> shared; zeros if !valid (nothing is read then).
-__device__ inline void copy_async(uint32_t target, const void* source, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0));
+__device__ inline void copy_async(uint32_t target, const void* source, bool valid, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
+               "r"(valid ? 16 : 0), "l"(policy));
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;"); }
@@ -125,36 +133,35 @@ __device__ __noinline__ void copy_scattered_rows(const Cache& cache, int32_t kv_
   for (int row = lane / kChunks; row < kKeys; row += kRowsAtOnce) {
     const int64_t bytes = __shfl_sync(kFullMask, own, row);
     const bool valid = in_row && (visible >> row & 1);
-    copy_async(target + swizzled<kHeadSize>(row, chunk), valid ? base + bytes : cache.data, valid);
+    copy_async(target + swizzled<kHeadSize>(row, chunk), valid ? base + bytes : cache.data, valid, streaming_policy());
   }
 }
 
-// Walks over the tiles of one warp, through all segments of its thread block, and loads them. The table entry of a tile
-// is read one tile early, so that no address waits for it.
+// Walks over the tiles of one warp, through all segments of its thread block, and loads them. Where tiles do not cross
+// blocks, a warp reads its next 32 table entries at once and far ahead: a load that waited for its own table entry would
+// also wait for all loads issued before.
 template <int kHeadSize, int kTiles, bool kDeterministic>
 class Loader {
  public:
   using S = Shape<kHeadSize, kTiles>;
   using Planned = Schedule<S::kRows, kKeys, kDeterministic>;
 
-  __device__ Loader(const AttentionLaunch& a, const Planned& schedule)
-      : a_(a), schedule_(schedule), position_(schedule.start()) {
-    const AttentionParams& p = a.params;
+  // Begins with segment `s`, which the schedule has given and moved past; `has_work`: is there one at all?
+  __device__ Loader(const AttentionLaunch& a, const Planned& schedule, bool has_work, const Segment& s, int32_t position)
+      : a_(a), schedule_(schedule), position_(position), done_(!has_work) {
     whole_blocks_ = a.block_size % kKeys == 0;
     lane_target_ = swizzled<kHeadSize>(lane() / kChunks, lane() % kChunks);
-    key_in_row_ = lane() % kChunks * 8 < p.key_cache.head_size;
-    value_in_row_ = lane() % kChunks * 8 < p.value_cache.head_size;
-    next_segment();
-    prepare();
+    key_in_row_ = lane() % kChunks * 8 < a.params.key_cache.head_size;
+    value_in_row_ = lane() % kChunks * 8 < a.params.value_cache.head_size;
+    if (has_work && !enter(s)) next_segment();
   }
 
-  // Loads the prepared tile (if any is left) into a stage and prepares the next. `visible` receives a bit per key.
+  // Loads the next tile (if any is left) into a stage. `visible` receives a bit per key.
   __device__ void load(uint32_t stage, uint32_t* visible) {
     if (!done_) {
       copy(stage, visible);
       tile_ += num_warps();
       if (tile_ >= last_) next_segment();
-      prepare();
     }
     commit_copies();
   }
@@ -180,19 +187,36 @@ class Loader {
   // The next segment in which this warp has a tile.
   __device__ void next_segment() {
     Segment s;
-    while (schedule_.next(position_, s)) {
-      tile_ = first_tile(s);
-      last_ = end_tile(s);
-      if (tile_ >= last_) continue;
-      const AttentionParams& p = a_.params;
-      keys_ = s.keys;
-      kv_head_ = s.kv_head;
-      table_ = a_.block_table + s.sequence.index * a_.table_stride;
-      key_base_ = lane_base(p.key_cache);
-      value_base_ = lane_base(p.value_cache);
-      return;
-    }
+    while (schedule_.next(position_, s))
+      if (enter(s)) return;
     done_ = true;
+  }
+
+  __device__ bool enter(const Segment& s) {
+    tile_ = first_tile(s);
+    last_ = end_tile(s);
+    if (tile_ >= last_) return false;
+    keys_ = s.keys;
+    kv_head_ = s.kv_head;
+    table_ = a_.block_table + s.sequence.index * a_.table_stride;
+    key_base_ = lane_base(a_.params.key_cache);
+    value_base_ = lane_base(a_.params.value_cache);
+    entry_ = 0;
+    if (whole_blocks_) {
+      entries_ = read_entries(tile_);
+      if (last_ - tile_ > kWarp * num_warps()) next_entries_ = read_entries(tile_ + kWarp * num_warps());
+    }
+    return true;
+  }
+
+  // Table entries of this warp's 32 tiles from `tile` on, one a lane.
+  __device__ int32_t read_entries(int32_t tile) const {
+    tile += lane() * num_warps();
+    return tile < last_ ? table_[column_of(tile * kKeys)] : -1;
+  }
+
+  __device__ int32_t column_of(int32_t key) const {
+    return a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / a_.block_size;
   }
 
   // This lane's chunk of its first row, were the tile at the very begin of the cache.
@@ -201,44 +225,54 @@ class Loader {
            2 * (kv_head_ * cache.head_stride + lane() / kChunks * cache.slot_stride + lane() % kChunks * 8);
   }
 
-  // Learns where the tile's keys lie: all lanes the same of the first key if tiles do not cross blocks, else lane l of
-  // key l % 16.
-  __device__ void prepare() {
-    if (done_) return;
-    const int32_t key = tile_ * kKeys + (whole_blocks_ ? 0 : lane() % kKeys);
-    const int32_t column = a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / a_.block_size;
-    offset_ = key - column * a_.block_size;
-    const bool seen = whole_blocks_ || (key >= keys_.begin && key < keys_.end);
-    block_ = seen ? table_[column] : -1;
-  }
+  __device__ bool is_mapped(int32_t block) const { return uint32_t(block) < uint32_t(a_.num_blocks); }
 
   __device__ void copy(uint32_t stage, uint32_t* visible) {
-    const AttentionParams& p = a_.params;
-    const bool valid = uint32_t(block_) < uint32_t(a_.num_blocks);
     const int32_t first = tile_ * kKeys;
-    if (whole_blocks_ && valid && first >= keys_.begin && first + kKeys <= keys_.end) {
-      if (lane() == 0) *visible = 0xffff;
-      copy_rows(p.key_cache, key_base_, key_in_row_, stage);
-      copy_rows(p.value_cache, value_base_, value_in_row_, stage + S::kStageBytes / 2);
-      return;
+    if (!whole_blocks_) return copy_across_blocks(stage, visible);
+    const int32_t block = __shfl_sync(kFullMask, entries_, entry_);
+    if (++entry_ == kWarp) {
+      entry_ = 0;
+      entries_ = next_entries_;
+      const int32_t ahead = tile_ + (kWarp + 1) * num_warps();
+      if (ahead < last_) next_entries_ = read_entries(ahead);
     }
-    const int32_t key = first + lane() % kKeys;
-    const uint32_t bits = __ballot_sync(kFullMask, valid && key >= keys_.begin && key < keys_.end) & 0xffff;
+    const int32_t offset = first - column_of(first) * a_.block_size;
+    if (is_mapped(block) && first >= keys_.begin && first + kKeys <= keys_.end) {
+      if (lane() == 0) *visible = 0xffff;
+      copy_rows(a_.params.key_cache, key_base_, key_in_row_, block, offset, stage);
+      copy_rows(a_.params.value_cache, value_base_, value_in_row_, block, offset, stage + S::kStageBytes / 2);
+    } else {
+      copy_scattered(block, offset + lane() % kKeys, stage, visible);
+    }
+  }
+
+  __device__ void copy_across_blocks(uint32_t stage, uint32_t* visible) {
+    const int32_t key = tile_ * kKeys + lane() % kKeys, column = column_of(key);
+    const int32_t block = key >= keys_.begin && key < keys_.end ? table_[column] : -1;
+    copy_scattered(block, key - column * a_.block_size, stage, visible);
+  }
+
+  // Lane l says where key l % 16 of the tile lies.
+  __device__ void copy_scattered(int32_t block, int32_t offset, uint32_t stage, uint32_t* visible) {
+    const int32_t key = tile_ * kKeys + lane() % kKeys;
+    const bool seen = is_mapped(block) && key >= keys_.begin && key < keys_.end;
+    const uint32_t bits = __ballot_sync(kFullMask, seen) & 0xffff;
     if (lane() == 0) *visible = bits;
-    const int32_t offset = whole_blocks_ ? offset_ + lane() % kKeys : offset_;
-    copy_scattered_rows<kHeadSize>(p.key_cache, kv_head_, block_, offset, bits, stage);
-    copy_scattered_rows<kHeadSize>(p.value_cache, kv_head_, block_, offset, bits, stage + S::kStageBytes / 2);
+    copy_scattered_rows<kHeadSize>(a_.params.key_cache, kv_head_, block, offset, bits, stage);
+    copy_scattered_rows<kHeadSize>(a_.params.value_cache, kv_head_, block, offset, bits, stage + S::kStageBytes / 2);
   }
 
   // All 16 rows lie one after the other in one block.
-  __device__ void copy_rows(const Cache& cache, const char* base, bool in_row, uint32_t target) const {
-    const char* row = base + 2 * (block_ * cache.block_stride + offset_ * cache.slot_stride);
+  __device__ void copy_rows(const Cache& cache, const char* base, bool in_row, int32_t block, int32_t offset,
+                            uint32_t target) const {
+    const char* row = base + 2 * (block * cache.block_stride + offset * cache.slot_stride);
     const int64_t step = 2 * kRowsAtOnce * cache.slot_stride;
     target += lane_target_;
 #pragma unroll
     for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
       constexpr int kRowBytes = kHeadSize * 2;
-      copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row, in_row);
+      copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row, in_row, policy_);
       row += step;
     }
   }
@@ -249,9 +283,11 @@ class Loader {
   const int32_t* table_ = nullptr;
   const char *key_base_ = nullptr, *value_base_ = nullptr;
   KeyRange keys_{};
-  int32_t kv_head_ = 0, tile_ = 0, last_ = 0, block_ = -1, offset_ = 0;
+  int32_t kv_head_ = 0, tile_ = 0, last_ = 0;
+  int32_t entries_ = -1, next_entries_ = -1, entry_ = 0;
   uint32_t lane_target_;
-  bool done_ = false, whole_blocks_, key_in_row_, value_in_row_;
+  uint64_t policy_ = streaming_policy();
+  bool done_, whole_blocks_, key_in_row_, value_in_row_;
 };
 
 // Softcap and ALiBi, apart from the loop that most models run.
@@ -523,21 +559,22 @@ attention(const __grid_constant__ AttentionLaunch a) {
   const uint32_t own_address = shared_address(own);
 
   let_dependents_start();
+  Tiles::Planned::prefetch_table(a);
   const typename Tiles::Planned schedule(a, shared.schedule);
-  Tiles loader(a, schedule);
+  int32_t position = schedule.start();
+  Segment s;
+  bool has_segment = schedule.next(position, s);
+  Tiles loader(a, schedule, has_segment, s, position);
+  State<T, kHeadSize, kTiles> state;
+  if (has_segment) state.begin(a, s, queries);  // queries go on their way before the keys, which are many
 #pragma unroll 1
   for (int stage = 0; stage < S::kStages; ++stage)
     loader.load(own_address + stage * S::kStageBytes, &shared.visible[warp][stage]);
 
-  State<T, kHeadSize, kTiles> state;
-  if (threadIdx.x == 0) schedule.clear_records();
-  int32_t position = schedule.start();
-  Segment s;
   int stage = 0;
 #pragma unroll 1
-  while (schedule.next(position, s)) {
+  while (has_segment) {
     if (threadIdx.x == 0) schedule.record(s, position);
-    state.begin(a, s, queries);
     const int32_t end = Tiles::end_tile(s);
     int32_t tile = Tiles::first_tile(s);
     const bool works = tile < end;
@@ -573,6 +610,8 @@ attention(const __grid_constant__ AttentionLaunch a) {
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
       }
     }
+    has_segment = schedule.next(position, s);
+    if (has_segment) state.begin(a, s, queries);
   }
   zero_outside_spans(a);
 }

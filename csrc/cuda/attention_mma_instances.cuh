@@ -10,11 +10,9 @@ template <class T, int kHeadSize, int kTiles>
 void launch_instance(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
   using S = Shape<kHeadSize, kTiles>;
   constexpr int64_t kWarpBytes = S::kStages * S::kStageBytes;
-  const int64_t fit = (current_device().shared_bytes - kFixedSharedBytes - S::kQueryBytes) / kWarpBytes;
-  const int warps = int(fit < 1 ? 1 : fit < S::kMaxWarps ? fit : S::kMaxWarps);
   const auto run = launch.deterministic ? launch_kernel<attention<T, kHeadSize, kTiles, true>>
                                         : launch_kernel<attention<T, kHeadSize, kTiles, false>>;
-  run(Order::after_predecessor, plan.grid, warps * kWarp, warps * kWarpBytes + S::kQueryBytes, launch, stream);
+  run(Order::after_predecessor, plan.grid, plan.warps * kWarp, plan.warps * kWarpBytes + S::kQueryBytes, launch, stream);
 }
 
 template <class T>

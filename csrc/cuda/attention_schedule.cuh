@@ -12,21 +12,22 @@
 
 namespace paged_kv::cuda {
 
-inline constexpr int kMaxAttentionThreads = 128;
+inline constexpr int kMaxAttentionThreads = 256;
 inline constexpr int kPieces = 8;            // deterministic mode: most pieces of an item
 inline constexpr int kPieceKeys = 512;       // ... and fewest keys of a piece
 inline constexpr int kMaxSplitRows = 128;    // ... sequences with more rows than this are not cut
 
-// An item that several thread blocks shared, as the merging launch needs it.
+// An item that several thread blocks shared, as the merging launch needs it. In key order, its partial results lie in
+// first_slot and then every slot_step-th slot from second_slot on. num_slots 0: nothing to do.
 struct alignas(16) Record {
-  int32_t first_slot, second_slot, slot_step, num_slots;  // partial results in key order; num_slots 0: nothing to do
+  int32_t first_slot, second_slot, slot_step, num_slots;
   int32_t token, kv_head, first_row, rows;
 };
 
 // Scratch memory of a launch. A slot holds a partial result: kRows states, kRows rows of weighted values.
 struct Workspace {
   int64_t* num_records;    // deterministic mode
-  Record* records;         // one of each thread block or, in deterministic mode, of each piece
+  Record* records;         // deterministic mode: one of each piece
   float* slots;            // [2 of each thread block or one of each piece, slot_floats]
   int64_t max_records;
   int64_t slot_floats;
@@ -54,6 +55,8 @@ struct AttentionLaunch {
   int32_t log2_line_tiles;            // so many tiles are one step of the line, that its length fits 31 bits
   Divisor group;                      // query heads per kv head
   int32_t window_left, window_right;  // clipped to 2^30
+  int32_t grid, warps;                // of the attention launch: thread blocks, and warps of one
+  int32_t max_rows;                   // of an item, if max_seqlen_q is the bound it should be
   bool causal, deterministic;
   Workspace workspace;
   AttentionParams params;
@@ -98,18 +101,16 @@ class Schedule {
  public:
   // Called by all threads.
   __device__ Schedule(const AttentionLaunch& a, ScheduleMemory& memory) : a_(a), memory_(memory) {
-    prefetch_table();
     per_thread_ = a.num_seqs > blockDim.x ? (uint32_t(a.num_seqs) + blockDim.x - 1) / blockDim.x : 1;
     total_ = scan();
-    num_blocks_ = gridDim.x;
+    num_blocks_ = a.grid;
     if constexpr (kDeterministic) {
       total_ = min(int64_t(total_), a.workspace.max_records);  // more: cu_seqlens_q is no prefix sum
       if (blockIdx.x == 0 && threadIdx.x == 0) *a.workspace.num_records = total_;
       share_ = larger_ = 0;
       return;
     }
-    const int32_t warps = blockDim.x / kWarp;
-    if (total_ < warps * num_blocks_) num_blocks_ = (total_ + warps - 1) / warps;  // a step for each warp
+    if (total_ < a.warps * num_blocks_) num_blocks_ = (total_ + a.warps - 1) / a.warps;  // a step for each warp
     share_ = num_blocks_ > 0 ? uint32_t(total_) / uint32_t(num_blocks_) : 0;
     larger_ = total_ - share_ * num_blocks_;
   }
@@ -135,19 +136,40 @@ class Schedule {
     return true;
   }
 
-  // Tells the merging launch about this block's items. One thread calls it, for every segment, when next() gave it.
+  // Deterministic mode: tells the merging launch about a segment that next() gave. One thread calls it.
   __device__ void record(const Segment& s, int32_t position_after) const {
-    if constexpr (kDeterministic) return record_piece(s, position_after);
-    if (s.slot < 0 || s.slot % 2 == 0) return;  // no part, or not the first part
-    const Work work = work_of(s.sequence);
-    const int32_t steps = (s.tile_end - s.tile_begin + (1 << a_.log2_line_tiles) - 1) >> a_.log2_line_tiles;
-    const int32_t last_block = block_of(position_after - steps + work.steps - 1);
-    write(a_.workspace.records[blockIdx.x], s, {s.slot, s.slot + 1, 2, last_block - int32_t(blockIdx.x) + 1});
+    if constexpr (kDeterministic) {
+      const Work work = work_of(s.sequence);
+      const bool first = s.slot >= 0 && s.tile_begin == work.first_tile;
+      a_.workspace.records[position_after - int32_t(gridDim.x)] = {
+          s.slot, s.slot + 1, 1, first ? pieces_of(work) : 0, s.sequence.token, s.kv_head, s.first_row, s.rows};
+    }
   }
 
-  // No record must be left as it was found. One thread calls it, before any record().
-  __device__ void clear_records() const {
-    if (!kDeterministic) a_.workspace.records[blockIdx.x].num_slots = 0;
+  // The item that the border before thread block `block` cuts, if no border further left cuts it too; else num_slots 0.
+  // Called by whole warps.
+  __device__ Record shared_item(int32_t block) const {
+    Record r{};
+    if (block < 1 || block >= num_blocks_) return r;
+    const int32_t border = begin_of(block);
+    int32_t offset = border;
+    const Work work = find(offset);
+    const int32_t item = uint32_t(offset) / uint32_t(work.steps), first = offset - item * work.steps;
+    const int32_t begin = border - first;
+    if (first == 0 || begin < begin_of(block - 1)) return r;
+    Segment s;
+    place(s, work, item, 0, 0);
+    const int32_t last_block = block_of(begin + work.steps - 1);
+    return {2 * (block - 1) + 1, 2 * block, 2, last_block - block + 2, s.sequence.token, s.kv_head, s.first_row, s.rows};
+  }
+
+  // While the lengths are on their way: all blocks together bring the table near, if it is small.
+  __device__ static void prefetch_table(const AttentionLaunch& a) {
+    constexpr int64_t kLine = 32;  // entries
+    const int64_t line = int64_t(threadIdx.x) * gridDim.x + blockIdx.x;
+    const int64_t entries = a.num_seqs * a.table_stride;
+    if (entries > kLine * kWarp * gridDim.x || line * kLine >= entries) return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(a.block_table + line * kLine));
   }
 
  private:
@@ -250,14 +272,6 @@ class Schedule {
     s.keys = visible_to_any(a_, work.sequence, a_.group.divide(s.first_row), a_.group.divide(s.first_row + s.rows - 1));
   }
 
-  struct Slots {
-    int32_t first, second, step, count;
-  };
-
-  __device__ static void write(Record& record, const Segment& s, Slots slots) {
-    record = {slots.first, slots.second, slots.step, slots.count, s.sequence.token, s.kv_head, s.first_row, s.rows};
-  }
-
   // ---- Deterministic mode ----
 
   __device__ int32_t steps_per_piece(const Work& w) const {
@@ -278,22 +292,6 @@ class Schedule {
     s.slot = pieces == 1 ? -1 : position;
     position += gridDim.x;
     return true;
-  }
-
-  __device__ void record_piece(const Segment& s, int32_t position_after) const {
-    Record& record = a_.workspace.records[position_after - int32_t(gridDim.x)];
-    const Work work = work_of(s.sequence);
-    const bool first = s.tile_begin == work.first_tile;
-    write(record, s, {s.slot, s.slot + 1, 1, s.slot >= 0 && first ? pieces_of(work) : 0});
-  }
-
-  // While the lengths are on their way: all blocks together bring the table near, if it is small.
-  __device__ void prefetch_table() const {
-    constexpr int64_t kLine = 32;  // entries
-    const int64_t line = int64_t(threadIdx.x) * gridDim.x + blockIdx.x;
-    const int64_t entries = a_.num_seqs * a_.table_stride;
-    if (entries > kLine * kWarp * gridDim.x || line * kLine >= entries) return;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(a_.block_table + line * kLine));
   }
 
   const AttentionLaunch& a_;

@@ -8,6 +8,7 @@ namespace paged_kv::cuda {
 namespace {
 
 constexpr int64_t kHeaderBytes = 256;
+constexpr int kTensorCoreKeys = 16;  // of a tile
 
 int64_t round_up(int64_t value, int64_t unit) { return divide_up(value, unit) * unit; }
 
@@ -29,6 +30,14 @@ int rows_for(const AttentionParams& p, int head_size_class) {
   const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
   if (rows <= 8) return 8;
   return rows <= 16 || head_size_class == 256 ? 16 : 32;
+}
+
+// Warps of a thread block of the tensor-core kernel, by the stages that shared memory holds: see mma::Shape.
+int mma_warps(int head_size_class, int64_t shared_bytes) {
+  const int most = head_size_class <= 128 ? 4 : 2;
+  const int64_t warp_bytes = head_size_class <= 128 ? 24 * 1024 : 48 * 1024;
+  const int64_t fit = (shared_bytes - kFixedSharedBytes) / warp_bytes;
+  return int(fit < 1 ? 1 : fit < most ? fit : most);
 }
 
 // Most pieces that deterministic mode can make, for any lengths.
@@ -58,7 +67,7 @@ Divisor divisor_of(uint32_t value) {
 
 // Tiles of one step of the line, as a power of two: the line of the longest possible batch has below 2^31 steps.
 int32_t line_shift(const AttentionParams& p, const AttentionPlan& plan) {
-  const int keys = plan.tensor_cores ? 16 : kWarp;
+  const int keys = plan.tensor_cores ? kTensorCoreKeys : general::kKeys;
   const double row_tiles = double(p.num_tokens) * double(p.num_heads / p.num_kv_heads) / plan.rows + double(p.num_seqs);
   double steps = double(p.num_kv_heads) * row_tiles * (double(p.max_blocks) * double(p.block_size) / keys + 1);
   int32_t shift = 0;
@@ -90,9 +99,10 @@ void launch_attention(const AttentionLaunch& launch, const AttentionPlan& plan, 
   throw std::invalid_argument("head_size_v must be at most 576, got " + std::to_string(head_size_v));
 }
 
-template <int kRows>
-void launch_merge(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
-  launch_kernel<merge_partial_results<kRows>>(Order::beside_predecessor, plan.grid, kMergeThreads, 0, launch, stream);
+template <int kRows, int kKeys>
+void launch_merge(const AttentionLaunch& launch, cudaStream_t stream) {
+  const auto run = launch.deterministic ? launch_kernel<merge_pieces<kRows>> : launch_kernel<merge_parts<kRows, kKeys>>;
+  run(Order::beside_predecessor, current_device().num_sms, kMergeThreads, 0, launch, stream);
 }
 
 AttentionPlan plan_attention(const AttentionParams& params) {
@@ -104,11 +114,12 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
   plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class) : general::kRows;
   plan.grid = device.num_sms * (plan.tensor_cores ? 2 : 3);
+  plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, device.shared_bytes) : general::kWarps;
   Workspace& w = plan.workspace;
   w.row_stride = int32_t(round_up(value_size, 4));
   w.slot_floats = int64_t(plan.rows) * (2 + w.row_stride);
-  w.max_records = params.deterministic ? max_units(params, plan.rows) : plan.grid;
-  plan.num_slots = params.deterministic ? w.max_records : 2 * w.max_records;
+  w.max_records = params.deterministic ? max_units(params, plan.rows) : 0;
+  plan.num_slots = params.deterministic ? w.max_records : 2 * plan.grid;
   plan.bytes = kHeaderBytes + w.max_records * int64_t(sizeof(Record)) + 4 * plan.num_slots * w.slot_floats;
   return plan;
 }
@@ -131,6 +142,10 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.group = divisor_of(uint32_t(p.num_heads / p.num_kv_heads));
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
+  a.grid = plan.grid;
+  a.warps = plan.warps;
+  const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
+  a.max_rows = int32_t(rows < 1 ? 1 : rows < plan.rows ? rows : plan.rows);
   a.causal = p.causal;
   a.deterministic = p.deterministic;
   a.params = p;
@@ -152,10 +167,10 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
   const AttentionLaunch launch = launch_of(params, plan);
   launch_attention(launch, plan, stream);
   switch (plan.rows) {
-    case 4: return launch_merge<4>(launch, plan, stream);
-    case 8: return launch_merge<8>(launch, plan, stream);
-    case 16: return launch_merge<16>(launch, plan, stream);
-    case 32: return launch_merge<32>(launch, plan, stream);
+    case general::kRows: return launch_merge<general::kRows, general::kKeys>(launch, stream);
+    case 8: return launch_merge<8, kTensorCoreKeys>(launch, stream);
+    case 16: return launch_merge<16, kTensorCoreKeys>(launch, stream);
+    case 32: return launch_merge<32, kTensorCoreKeys>(launch, stream);
     default: throw std::logic_error("no merge for items of " + std::to_string(plan.rows) + " rows");
   }
 }

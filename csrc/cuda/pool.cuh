@@ -10,6 +10,23 @@ namespace paged_kv::cuda {
 inline constexpr int kMaxThreads = 1024;
 inline constexpr int kMaxWarps = kMaxThreads / kWarp;
 
+// Columns and offsets of positions. Lengths have 31 bits; a 64-bit division would cost ten times as much.
+struct BlockSize {
+  int32_t size;
+  int32_t log2;  // -1: no power of two
+
+  __device__ int32_t column_of(int32_t position) const { return log2 >= 0 ? position >> log2 : position / size; }
+  __device__ int32_t offset_of(int32_t position) const { return position - column_of(position) * size; }
+  __device__ int32_t columns_for(int32_t length) const { return length > 0 ? column_of(length - 1) + 1 : 0; }
+};
+
+inline BlockSize block_size_of(const Rows& rows) {
+  BlockSize result{int32_t(rows.block_size < INT32_MAX ? rows.block_size : INT32_MAX), -1};
+  for (int32_t log = 0; log < 31; ++log)
+    if (rows.block_size == int64_t(1) << log) result.log2 = log;
+  return result;
+}
+
 // Ring position base + index, for a base that was read once. 32-bit arithmetic: num_blocks < 2^31.
 class RingCursor {
  public:

@@ -27,6 +27,20 @@ struct Params {
   int num_kv_heads;
 };
 
+// New keys and values are read once: they shall not push anything out of the caches.
+template <class T, int kCount>
+__device__ Vector<T, kCount> load_once(const T* source) {
+  Vector<T, kCount> result;
+  if constexpr (sizeof(result) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(result) / 16); ++i)
+      reinterpret_cast<uint4*>(&result)[i] = __ldcs(reinterpret_cast<const uint4*>(source) + i);
+  } else {
+    result = *reinterpret_cast<const Vector<T, kCount>*>(source);
+  }
+  return result;
+}
+
 // What every element of a row is divided by; none == 1.0, and dividing by 1.0 is exact.
 __device__ float row_scale(const Scale& scale, int64_t head) {
   return scale.kind == ScaleKind::none ? 1.0f : *scale_of(scale, 0, 0, head);
@@ -76,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Pa
   for (int i = 0; i < kTokensPerThread; ++i) {
     const int64_t token = first + i * step;
     slots[i] = token < p.num_tokens ? p.slot_mapping[token] : -1;
-    if (token < p.num_tokens) rows[i] = *reinterpret_cast<const Vector<Source, kVector>*>(source + token * side.token_stride);
+    if (token < p.num_tokens) rows[i] = load_once<Source, kVector>(source + token * side.token_stride);
   }
   const bool scaled = side.cache.scale.kind != ScaleKind::none;
   const float scale = row_scale(side.cache.scale, head);

@@ -291,10 +291,18 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         )
         return _without_backward(out, query), None
 
+    def forgo(self, handle: Handle) -> None:
+        """The layer attends to the new keys and values themselves, which must be all that it holds."""
+        if not torch.compiler.is_compiling() and self.seen != handle.step.length:
+            raise ValueError(
+                f"query must have the {handle.step.length} positions that layer {handle.layer.index} wrote"
+            )
+        self._progress.pending = None
+
     def dense(
         self, handle: Handle, query: Tensor, mask: Tensor | None, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What an attention function that gives out its weights needs instead: all keys, all values, a full mask.
+        """What the layer's own attention function needs instead: all keys, all values, a full mask.
 
         Returns:
             ``[num_seqs, num_kv_heads, seen, head_size]``, ``[..., head_size_v]``, ``[num_seqs, 1, length, seen]``.
@@ -394,6 +402,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``: integers or a bool mask over the rows."""
+        indices = torch.as_tensor(indices)
         self.reorder(torch.arange(self.num_seqs, device=indices.device)[indices])
         for layer in self._other_layers():
             layer.batch_select_indices(indices)
@@ -524,17 +533,22 @@ def _attend(
     handle: Handle | None = getattr(key, "_paged_kv", None)
     if handle is None:
         return original(module, query, key, value, attention_mask, **kwargs)
-    if _gives_weights(module, kwargs):
+    if query.shape[2] != handle.step.length:  # cross attention: what the encoder gave, written once, is all there is
+        handle.cache.forgo(handle)
+        return original(module, query, key, value, attention_mask, **kwargs)
+    if _needs_dense(module, kwargs):
         dense = handle.cache.dense(handle, query, attention_mask, kwargs.get("sliding_window"))
         return original(module, query, *dense, **kwargs)
     return handle.cache.attention(handle, module, query, attention_mask, **kwargs)
 
 
-def _gives_weights(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether a layer's attention weights are asked for, of an implementation that has them."""
+def _needs_dense(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether something is asked of a layer that only its own implementation has: attention weights, dropout."""
     config = getattr(module, "config", None)
-    wanted = arguments.get("output_attentions") or getattr(config, "output_attentions", False)
-    return bool(wanted) and getattr(config, "_attn_implementation", None) == "eager"
+    implementation = getattr(config, "_attn_implementation", None)
+    if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
+        return implementation == "eager"
+    return bool(arguments.get("dropout")) and implementation in ("eager", "sdpa")
 
 
 class _WithoutBackward(torch.autograd.Function):
