@@ -248,7 +248,8 @@ def _store(x: Tensor, cache: Tensor, block: Tensor, offset: Tensor, scale: Tenso
         x = x.float()
     if scale is not None and largest is not None and _is_per_slot(scale):
         absmax = x.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max).amax(-1)  # [num_tokens, num_kv_heads]
-        made = torch.where(absmax / largest > 0, absmax / largest, 1.0)
+        made = absmax / absmax.new_tensor(largest)  # by a number, CUDA would multiply by its rounded reciprocal
+        made = torch.where(made > 0, made, 1.0)
         scale[block, offset] = made
         x = x / made[:, :, None]
     elif scale is not None:

@@ -56,7 +56,7 @@ struct Cutter {
 struct State {
   float* accumulator;  // [rows, width]
   float* sum;          // [rows, kLanes]
-  float* max;          // [rows], in powers of two
+  float* max;          // [rows]
 
   State(Cutter& cutter, int64_t rows, int64_t width)
       : accumulator(cutter.take<float>(rows * width)), sum(cutter.take<float>(rows * kLanes)),
@@ -82,7 +82,7 @@ void merge_states(const State& into, const State& from, int64_t rows, int64_t wi
   for (int64_t i = 0; i < rows; ++i) {
     const float max = into.max[i] > from.max[i] ? into.max[i] : from.max[i];
     if (max == -kInfinity) continue;
-    const Vec a = set1(exp2(into.max[i] - max)), b = set1(exp2(from.max[i] - max));
+    const Vec a = set1(exp(into.max[i] - max)), b = set1(exp(from.max[i] - max));
     float* x = into.accumulator + i * width;
     const float* y = from.accumulator + i * width;
     for (int64_t j = 0; j < width; j += kLanes) store(x + j, fma(load(y + j), b, mul(load(x + j), a)));
@@ -138,12 +138,12 @@ bool finish_row(const AttentionParams& p, const State& state, int64_t row, int64
   const float max = state.max[row];
   const bool empty = sum == 0.0f;
   const int64_t out_row = token * p.num_heads + head;
-  if (p.lse) p.lse[out_row] = empty ? -kInfinity : max * kLn2 + __builtin_logf(sum);
+  if (p.lse) p.lse[out_row] = empty ? -kInfinity : max + __builtin_logf(sum);
   float factor = empty ? 0.0f : value_scale / sum;
   if (p.sinks && !empty) {
-    const float sink = p.sinks[head] * kLog2E, top = sink > max ? sink : max;
-    sum = sum * exp2(max - top) + exp2(sink - top);
-    factor = value_scale * exp2(max - top) / sum;
+    const float sink = p.sinks[head], top = sink > max ? sink : max;
+    sum = sum * exp(max - top) + exp(sink - top);
+    factor = value_scale * exp(max - top) / sum;
   }
   const float* accumulator = state.accumulator + row * width;
   return with_query_type(p.query_dtype, [&](auto type) {

@@ -6,7 +6,7 @@
 namespace paged_kv::cpu {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
+constexpr float kLog2E = 1.44269504088896340736f;
 
 // 2^x to 1 ulp for x <= 127; 0 below -127 at the latest, NaN for NaN.
 PAGED_KV_INLINE Vec exp2(Vec x) {
@@ -20,9 +20,12 @@ PAGED_KV_INLINE Vec exp2(Vec x) {
   return scale_by_power(fma(p, r, set1(1.0f)), n);
 }
 
-PAGED_KV_INLINE float exp2(float x) {
+// e^x for x <= 88, to a few ulps where x is small.
+PAGED_KV_INLINE Vec exp(Vec x) { return exp2(mul(x, set1(kLog2E))); }
+
+PAGED_KV_INLINE float exp(float x) {
   float lanes[kLanes];
-  store(lanes, exp2(set1(x)));
+  store(lanes, exp(set1(x)));
   return lanes[0];
 }
 
@@ -85,12 +88,13 @@ void apply_features(const AttentionParams& p, const Job& job, int64_t token, int
     apply_mask(p.mask, token * p.mask.token_stride + head * p.mask.head_stride, job.seq_len - p.mask.width, list, scores);
 }
 
-// Online softmax of one row in powers of two: `max` and `sum` (kLanes partial sums) speak of the keys so far.
-// Turns scores[begin .. end) into weights (all others up to `count` become 0) and returns what the row's
-// accumulator must be multiplied by.
-PAGED_KV_INLINE float absorb(float* scores, int count, LocalRange visible, float to_log2, float* max, float* sum) {
+// Online softmax of one row: `max` and `sum` (kLanes partial sums) speak of the keys so far. Turns
+// scores[begin .. end) into weights (all others up to `count` become 0) and returns what the row's accumulator must be
+// multiplied by. The maximum is taken off in natural units: scores times log2 e would be rounded by an ulp of the score
+// itself, which ALiBi makes large.
+PAGED_KV_INLINE float absorb(float* scores, int count, LocalRange visible, float scale, float* max, float* sum) {
   const bool partial = visible.begin > 0 || visible.end < count;
-  const Vec factor = set1(to_log2);
+  const Vec factor = set1(scale);
   Vec top = set1(*max);
   for (int i = 0; i < count; i += kLanes) {
     Vec x = mul(load(scores + i), factor);
@@ -101,14 +105,14 @@ PAGED_KV_INLINE float absorb(float* scores, int count, LocalRange visible, float
   float correction = 1.0f;
   if (any_greater(top, set1(*max))) {
     const float new_max = reduce_max(top);
-    correction = *max == -kInfinity ? 0.0f : exp2(*max - new_max);
+    correction = *max == -kInfinity ? 0.0f : exp(*max - new_max);
     *max = new_max;
     store(sum, mul(load(sum), set1(correction)));
   }
   const Vec base = set1(*max == -kInfinity ? 0.0f : *max);
   Vec total = load(sum);
   for (int i = 0; i < count; i += kLanes) {
-    const Vec weight = exp2(sub(load(scores + i), base));
+    const Vec weight = exp(sub(load(scores + i), base));
     total = add(total, weight);
     store(scores + i, weight);
   }

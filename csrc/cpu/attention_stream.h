@@ -325,7 +325,7 @@ struct StreamKernel {
         apply_features(p, job, job.query_begin + query, h * (p.num_heads / p.num_kv_heads) + g, scale, list, s);
       const LocalRange visible = visible_entries(p, job, list, query);
       const int64_t row = first + r;
-      const float correction = absorb(s, count, visible, features ? kLog2E : scale * kLog2E, state.max + row,
+      const float correction = absorb(s, count, visible, features ? 1.0f : scale, state.max + row,
                                       state.sum + row * kLanes);
       if (correction != 1.0f) rescale(state.accumulator + row * width, width, correction);
       if (value_slots) multiply(s, value_scales, count);

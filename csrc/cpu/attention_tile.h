@@ -224,7 +224,7 @@ struct TileKernel {
       if (key_slots) multiply(s, key_scales + span.begin, count);
       if (features) apply_features(p, job, job.query_begin + query_of(row), head_of(row), scale, *list, all);
       const float correction = absorb(s, count, {visible.begin - span.begin, visible.end - span.begin},
-                                      features ? kLog2E : scale * kLog2E, state.max + row, state.sum + row * kLanes);
+                                      features ? 1.0f : scale, state.max + row, state.sum + row * kLanes);
       if (correction != 1.0f) rescale(state.accumulator + row * width, width, correction);
       if (value_slots) multiply(s, value_scales + span.begin, count);
       if (bfloat16) round_weights(all, span);

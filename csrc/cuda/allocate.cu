@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kMaxThreads) allocate_rows(const __grid_consta
 
 }  // namespace
 
-void allocate(const Params& params, cudaStream_t stream) {
+void allocate(const AllocateParams& params, cudaStream_t stream) {
   const int64_t num_items = params.rows.num_groups * params.rows.num_seqs;
   const int64_t slots = params.rows.num_groups * params.num_tokens;
   if (num_items == 0 && slots == 0) return;

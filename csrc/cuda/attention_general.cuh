@@ -171,10 +171,11 @@ __device__ inline void finish(const AttentionLaunch& a, const Segment& s, const 
 #pragma unroll 1
   for (int32_t index = threadIdx.x; index < s.rows * columns; index += kThreads) {
     const int32_t row = index / columns, dim = index % columns * 4;
-    Partial merged;
+    Partial parts[kWarps];
+#pragma unroll
     for (int w = 0; w < kWarps; ++w)
-      merged.add(states[w][row], *reinterpret_cast<const float4*>(values + (w * kRows + row) * stride + dim));
-    put<kRows>(a, s, row, dim, merged);
+      parts[w] = {states[w][row], *reinterpret_cast<const float4*>(values + (w * kRows + row) * stride + dim)};
+    put<kRows>(a, s, row, dim, combine(parts));
   }
 }
 

@@ -9,23 +9,31 @@ struct RowState {
   float maximum, sum;  // of exp(score - maximum)
 };
 
-// A softmax state with 4 dims of its weighted values, growing by partial results.
+// A softmax state with 4 dims of its weighted values.
 struct Partial {
   RowState state{-INFINITY, 0.0f};
-  float values[4] = {};
-
-  __device__ void add(RowState other, const float4& other_values) {
-    if (other.sum == 0.0f) return;  // has seen no key: its values are nothing
-    const float maximum = fmaxf(state.maximum, other.maximum);
-    const float own = state.sum == 0.0f ? 0.0f : expf(state.maximum - maximum);
-    const float weight = expf(other.maximum - maximum);
-    state = {maximum, state.sum * own + other.sum * weight};
-    values[0] = values[0] * own + other_values.x * weight;
-    values[1] = values[1] * own + other_values.y * weight;
-    values[2] = values[2] * own + other_values.z * weight;
-    values[3] = values[3] * own + other_values.w * weight;
-  }
+  float4 values{0.0f, 0.0f, 0.0f, 0.0f};
 };
+
+// Merges partial results at once: no step waits for another, since these run when nothing else is left to do. Parts that
+// have seen no key have a maximum of -inf and zeros.
+template <int kCount>
+__device__ Partial combine(const Partial (&parts)[kCount]) {
+  Partial merged;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) merged.state.maximum = fmaxf(merged.state.maximum, parts[i].state.maximum);
+  const float base = merged.state.maximum == -INFINITY ? 0.0f : merged.state.maximum;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float weight = expf(parts[i].state.maximum - base);
+    merged.state.sum = fmaf(parts[i].state.sum, weight, merged.state.sum);
+    merged.values.x = fmaf(parts[i].values.x, weight, merged.values.x);
+    merged.values.y = fmaf(parts[i].values.y, weight, merged.values.y);
+    merged.values.z = fmaf(parts[i].values.z, weight, merged.values.z);
+    merged.values.w = fmaf(parts[i].values.w, weight, merged.values.w);
+  }
+  return merged;
+}
 
 // [token, head] as one number, of packed row `packed` of a sequence.
 __device__ inline int64_t output_row(const AttentionLaunch& a, int32_t token, int32_t kv_head, int32_t packed) {
@@ -56,9 +64,10 @@ __device__ __noinline__ inline void store_result(const AttentionLaunch& a, int64
   if (a.params.sinks && sum != 0.0f) {
     sum += expf(a.params.sinks[output_row % a.params.num_heads] - state.maximum);
   }
-#pragma unroll
-  for (float& value : result.values) value = sum == 0.0f ? 0.0f : value * (1.0f / sum);
-  if (dim < a.params.value_cache.head_size) store_out(a, output_row, dim, result.values);
+  const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+  const float4 v = result.values;
+  const float out[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+  if (dim < a.params.value_cache.head_size) store_out(a, output_row, dim, out);
   if (dim == 0 && a.params.lse)
     a.params.lse[output_row] = state.sum == 0.0f ? -INFINITY : state.maximum + logf(state.sum);
 }
@@ -80,8 +89,7 @@ __device__ void put(const AttentionLaunch& a, const Segment& s, int32_t row, int
     return;
   }
   if (dim == 0) slot_states(a.workspace, s.slot)[row] = result.state;
-  const float4 values{result.values[0], result.values[1], result.values[2], result.values[3]};
-  *reinterpret_cast<float4*>(slot_values<kRows>(a.workspace, s.slot, row) + dim) = values;
+  *reinterpret_cast<float4*>(slot_values<kRows>(a.workspace, s.slot, row) + dim) = result.values;
 }
 
 // Tokens that belong to no sequence give zeros.
@@ -123,23 +131,21 @@ struct MergeMemory {
 template <int kRows>
 __device__ Partial merge_slots(const AttentionLaunch& a, const Record& r, int32_t row, int32_t dim, int share,
                                int shares) {
-  Partial own;
+  Partial parts[kMergeBatch + 1];  // the last: what earlier batches gave
 #pragma unroll 1
   for (int32_t first = share; first < r.num_slots; first += shares * kMergeBatch) {
-    RowState states[kMergeBatch];
-    float4 values[kMergeBatch];
 #pragma unroll
     for (int i = 0; i < kMergeBatch; ++i) {
-      const int32_t number = min(first + i * shares, r.num_slots - 1);
+      const int32_t number = first + i * shares;
       const int32_t slot = number == 0 ? r.first_slot : r.second_slot + (number - 1) * r.slot_step;
-      states[i] = slot_states(a.workspace, slot)[row];
-      values[i] = *reinterpret_cast<const float4*>(slot_values<kRows>(a.workspace, slot, row) + dim);
+      parts[i] = Partial{};
+      if (number >= r.num_slots) continue;
+      parts[i].state = slot_states(a.workspace, slot)[row];
+      parts[i].values = *reinterpret_cast<const float4*>(slot_values<kRows>(a.workspace, slot, row) + dim);
     }
-#pragma unroll
-    for (int i = 0; i < kMergeBatch; ++i)
-      if (first + i * shares < r.num_slots) own.add(states[i], values[i]);
+    parts[kMergeBatch] = combine(parts);
   }
-  return own;
+  return parts[kMergeBatch];
 }
 
 // Merges one row with `shares` warps, this one being number `share`. Called by all threads; !works: without a part.
@@ -155,10 +161,11 @@ __device__ void merge_row(const AttentionLaunch& a, MergeMemory& memory, bool wo
     if (shares > 1) {
       memory.partials[warp][lane] = own;
       __syncthreads();
-#pragma unroll 1
-      for (int other = 1; other < shares && share == 0 && has_dims; ++other) {
-        const Partial& part = memory.partials[warp + other][lane];
-        own.add(part.state, {part.values[0], part.values[1], part.values[2], part.values[3]});
+      if (share == 0 && has_dims) {
+        Partial parts[kMergeWarps];
+#pragma unroll
+        for (int i = 0; i < kMergeWarps; ++i) parts[i] = i < shares ? memory.partials[warp + i][lane] : Partial{};
+        own = combine(parts);
       }
       __syncthreads();
     }

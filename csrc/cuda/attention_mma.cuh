@@ -524,23 +524,14 @@ __device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<
 #pragma unroll 1
   for (int index = threadIdx.x; index < rows * columns; index += blockDim.x) {
     const int row = first + index / columns, dim = index % columns * 4;
-    float maximum = -INFINITY;
-#pragma unroll 4
-    for (int w = 0; w < num_warps(); ++w) maximum = fmaxf(maximum, shared.states[w][row].maximum);
-    Partial merged;
-    merged.state.maximum = maximum;
-#pragma unroll 4
-    for (int w = 0; w < num_warps(); ++w) {
-      const RowState state = shared.states[w][row];
-      if (state.sum == 0.0f) continue;  // this warp has seen no key, and maybe has no values either
-      const float weight = __expf(state.maximum - maximum);
-      const float4 part = *reinterpret_cast<const float4*>(shared.values[w] + value_at<kHeadSize>(row - first, dim));
-      merged.state.sum += state.sum * weight;
-      merged.values[0] += weight * part.x;
-      merged.values[1] += weight * part.y;
-      merged.values[2] += weight * part.z;
-      merged.values[3] += weight * part.w;
+    Partial parts[S::kMaxWarps];
+#pragma unroll
+    for (int w = 0; w < S::kMaxWarps; ++w) {
+      if (w >= num_warps() || shared.states[w][row].sum == 0.0f) continue;  // no key seen, and maybe no values stored
+      parts[w].state = shared.states[w][row];
+      parts[w].values = *reinterpret_cast<const float4*>(shared.values[w] + value_at<kHeadSize>(row - first, dim));
     }
+    const Partial merged = combine(parts);
     put<S::kRows>(a, s, row, dim, merged);
   }
 }
