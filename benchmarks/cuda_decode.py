@@ -41,7 +41,9 @@ def attention(pool: Pool, query: Tensor, table: Tensor, lens: Tensor, cu: Tensor
     )
 
 
-def batch_tensors(heads: int, head_size: int, batch: int, context: int, q_len: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def batch_tensors(
+    heads: int, head_size: int, batch: int, context: int, q_len: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     query = torch.randn(batch * q_len, heads, head_size, device="cuda").to(dtype)
     lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     cu = torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device="cuda")

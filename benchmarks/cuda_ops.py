@@ -12,12 +12,18 @@ from benchmarks.timing import gpu_time, host_time
 from torch_paged_kv import ops
 
 
-def reshape_and_cache(num_tokens: int, cache_dtype: torch.dtype) -> dict[str, Any]:
-    """New K and V of 8 heads x 128 into random slots; inputs and slots rotate so that neither stays in the L2."""
+def reshape_and_cache(num_tokens: int, cache_dtype: torch.dtype, *, whole_blocks: bool = False) -> dict[str, Any]:
+    """New K and V of 8 heads x 128 into random slots, or a prompt into random blocks; all rotates past the L2."""
     pool = Pool.random(2 << 30, 8, 128, BLOCK_SIZE, cache_dtype)
     sets = 24 if num_tokens > 1000 else 96
     keys, values = (torch.randn(sets, num_tokens, 8, 128, device="cuda").bfloat16() for _ in range(2))
-    slots = torch.stack([torch.randperm(pool.num_blocks * BLOCK_SIZE, device="cuda")[:num_tokens] for _ in range(sets)])
+    if whole_blocks:
+        blocks = [torch.randperm(pool.num_blocks, device="cuda")[: num_tokens // BLOCK_SIZE] for _ in range(sets)]
+        offsets = torch.arange(BLOCK_SIZE, device="cuda")
+        slots = torch.stack([(b[:, None] * BLOCK_SIZE + offsets).flatten() for b in blocks])
+    else:
+        num_slots = pool.num_blocks * BLOCK_SIZE
+        slots = torch.stack([torch.randperm(num_slots, device="cuda")[:num_tokens] for _ in range(sets)])
     calls = [
         lambda i=i: ops.reshape_and_cache(keys[i], values[i], pool.key_cache, pool.value_cache, slots[i])
         for i in range(sets)
@@ -25,20 +31,25 @@ def reshape_and_cache(num_tokens: int, cache_dtype: torch.dtype) -> dict[str, An
     seconds = gpu_time(calls)
     num_bytes = num_tokens * 8 * 128 * 2 * (2 + cache_dtype.itemsize)
     dtype = str(cache_dtype).removeprefix("torch.")
-    return {"op": f"reshape_and_cache {num_tokens} tokens, {dtype}", "us": seconds * 1e6, "GB/s": num_bytes / seconds * 1e-9}
+    name = f"reshape_and_cache {num_tokens} tokens, {dtype}" + (", whole blocks" if whole_blocks else "")
+    return {"op": name, "us": seconds * 1e6, "GB/s": num_bytes / seconds * 1e-9}
 
 
 def copy_blocks(num_pairs: int, live_pairs: int, num_layers: int = 32) -> dict[str, Any]:
     """Blocks of 32 KiB in K and V of every layer; `live_pairs` of `num_pairs` are no -1."""
     num_blocks = 2 * num_pairs + 64
-    caches = [torch.zeros(num_blocks, BLOCK_SIZE, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2 * num_layers)]
+    shape = (num_blocks, BLOCK_SIZE, 8, 128)
+    caches = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2 * num_layers)]
     mapping = torch.full((num_pairs, 2), -1, dtype=torch.int64)
     mapping[:live_pairs] = torch.randperm(num_blocks)[: 2 * live_pairs].view(-1, 2)
     mapping = mapping.cuda()
-    calls = [lambda: ops.copy_blocks(caches[:num_layers], caches[num_layers:], mapping)] * (4 if live_pairs > 100 else 32)
+    calls = [lambda: ops.copy_blocks(caches[:num_layers], caches[num_layers:], mapping)] * (
+        4 if live_pairs > 100 else 32
+    )
     seconds = gpu_time(calls)
-    num_bytes = live_pairs * num_layers * 2 * (32 << 10)
-    return {"op": f"copy_blocks {live_pairs} of {num_pairs} pairs", "us": seconds * 1e6, "GB/s": num_bytes / seconds * 1e-9}
+    num_bytes = 2 * live_pairs * num_layers * 2 * (32 << 10)  # read and written
+    name = f"copy_blocks {live_pairs} of {num_pairs} pairs, {num_layers} layers"
+    return {"op": name, "us": seconds * 1e6, "GB/s": num_bytes / seconds * 1e-9}
 
 
 def allocate(rows: int, tokens_per_row: int, num_groups: int = 1, window: int | None = None) -> dict[str, Any]:
@@ -93,11 +104,11 @@ def gather_and_merge() -> list[dict[str, Any]]:
     pool = Pool.random(4 << 30, 8, 128, BLOCK_SIZE, torch.bfloat16)
     table = torch.randperm(pool.num_blocks)[: 32 * 256].view(32, 256).to("cuda", torch.int32)
     lens = torch.full((32,), 4096, dtype=torch.int32, device="cuda")
-    gather = gpu_time([lambda: ops.gather_blocks(pool.key_cache, pool.value_cache, table, lens, 4096)] * 2)
+    gather = gpu_time([lambda: ops.gather_blocks(pool.key_cache, pool.value_cache, table, lens, 4096)] * 10)
     gathered = 32 * 4096 * 8 * 128 * 2 * 2 * 2
     outs = [torch.randn(8192, 32, 128, device="cuda").bfloat16() for _ in range(2)]
     lses = [torch.randn(8192, 32, device="cuda") for _ in range(2)]
-    merge = gpu_time([lambda: ops.merge_attention_states(outs[0], lses[0], outs[1], lses[1])] * 4)
+    merge = gpu_time([lambda: ops.merge_attention_states(outs[0], lses[0], outs[1], lses[1])] * 10)
     merged = 3 * outs[0].numel() * 2 + 3 * lses[0].numel() * 4
     return [
         {"op": "gather_blocks 32 x 4096", "us": gather * 1e6, "GB/s": gathered / gather * 1e-9},
@@ -107,8 +118,9 @@ def gather_and_merge() -> list[dict[str, Any]]:
 
 def swap_blocks(num_pairs: int = 256, num_layers: int = 32) -> list[dict[str, Any]]:
     """Blocks of 32 KiB in K and V of every layer, pinned host memory to GPU and back."""
-    gpu = [torch.zeros(num_pairs, BLOCK_SIZE, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2 * num_layers)]
-    host = [torch.zeros(num_pairs, BLOCK_SIZE, 8, 128, dtype=torch.bfloat16).pin_memory() for _ in range(2 * num_layers)]
+    shape = (num_pairs, BLOCK_SIZE, 8, 128)
+    gpu = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2 * num_layers)]
+    host = [torch.zeros(shape, dtype=torch.bfloat16).pin_memory() for _ in range(2 * num_layers)]
     order = torch.randperm(num_pairs)
     mapping = torch.stack([order, order.roll(1)], dim=1)
     num_bytes = num_pairs * 2 * num_layers * (32 << 10)
@@ -146,6 +158,7 @@ def run() -> list[dict[str, Any]]:
         reshape_and_cache(1, torch.bfloat16),
         reshape_and_cache(64, torch.bfloat16),
         reshape_and_cache(8192, torch.bfloat16),
+        reshape_and_cache(8192, torch.bfloat16, whole_blocks=True),
         reshape_and_cache(8192, torch.float8_e4m3fn),
         copy_blocks(1024, 1024),
         copy_blocks(256, 1),

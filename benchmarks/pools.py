@@ -9,7 +9,7 @@ from torch import Tensor
 
 BLOCK_SIZE = 16
 TOUCHED_BYTES = 400 << 20  # a graph should touch this much, many times the L2
-MAX_TABLES = 96
+MIN_TABLES, MAX_TABLES = 10, 96  # few calls in a graph would share out the graph's own launch among them
 
 
 @dataclasses.dataclass
@@ -41,10 +41,10 @@ class Pool:
 
 
 def tables(pool: Pool, batch: int, context: int) -> list[Tensor]:
-    """Block tables [batch, blocks] for as many calls as it takes to touch TOUCHED_BYTES, or MAX_TABLES."""
+    """Block tables [batch, blocks] for as many calls as it takes to touch TOUCHED_BYTES."""
     blocks = -(-context // pool.block_size)
     bytes_per_call = batch * blocks * pool.storage[0].numel() * pool.storage.element_size()
-    count = min(MAX_TABLES, max(2, -(-TOUCHED_BYTES // bytes_per_call)))
+    count = min(MAX_TABLES, max(MIN_TABLES, -(-TOUCHED_BYTES // bytes_per_call)))
     made: list[Tensor] = []
     order = torch.empty(0, dtype=torch.int64)
     for _ in range(count):

@@ -105,7 +105,7 @@ def test_replay_with_other_lengths_rows_and_tables(head_size: int, dtype: torch.
         error = (out.double() - exact).norm() / exact.norm()
         assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), f"step {number}: {error}"
         assert not out[[2, 3, 5, 7]].any()
-    assert rows.seq_lens.tolist() == [640, 73, 0, 0, 570, 0, 670, 0]
+    assert rows.seq_lens.tolist() == [670, 73, 0, 0, 570, 0, 670, 0]
     assert rows.counters[2] == 0
 
 
@@ -134,10 +134,10 @@ def test_replay_after_running_out() -> None:
 # Device against host
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_allocator_on_the_device_equals_the_host(num_groups: int) -> None:
-    """Random allocate, free and fork: state and results equal after each of 10^5 steps."""
-    num_seqs, max_blocks, num_blocks, block_size, steps = 6, 12, 48, 4, 50_000
+@pytest.mark.parametrize(("num_groups", "steps"), [(1, 100_000), (2, 20_000)])
+def test_allocator_on_the_device_equals_the_host(num_groups: int, steps: int) -> None:
+    """Random allocate, free and fork: state and results equal after each step."""
+    num_seqs, max_blocks, num_blocks, block_size = 6, 12, 48, 4
     host, device = (Rows(num_groups, num_seqs, max_blocks, num_blocks, name) for name in ("cpu", "cuda"))
     draw = torch.Generator().manual_seed(5)
 
@@ -145,7 +145,7 @@ def test_allocator_on_the_device_equals_the_host(num_groups: int) -> None:
         return torch.randint(high, shape, generator=draw, dtype=torch.int32)
 
     spans = torch.nn.functional.pad(integers(7, steps, num_seqs).cumsum(1, dtype=torch.int32), (1, 0))
-    shares = integers(7, steps, num_seqs)
+    shares = integers(7, steps, num_seqs).minimum(spans.diff(dim=1))
     lens = integers(max_blocks * block_size, steps, num_seqs)
     lens[torch.rand(steps, num_seqs, generator=draw) < 0.6] = 2**31 - 1
     order = torch.rand(steps, num_seqs, generator=draw).argsort(1)
@@ -166,9 +166,7 @@ def test_allocator_on_the_device_equals_the_host(num_groups: int) -> None:
             span, share, length, permutation, sources = (x[step] for x in tensors)
             if kinds[step] < 6:
                 try:
-                    result = ops.allocate(
-                        *rows.state(), span, num_tokens[step], block_size, num_new=share, retain=kept
-                    )
+                    result = ops.allocate(*rows.state(), span, num_tokens[step], block_size, num_new=share, retain=kept)
                 except (RuntimeError, ValueError):
                     failures += 1
                     result = None
@@ -177,11 +175,10 @@ def test_allocator_on_the_device_equals_the_host(num_groups: int) -> None:
                 ops.free(*rows.state(), length, block_size)
             else:
                 ops.fork(*rows.state(), sources, permutation[:2], block_size)
-        if step % 20 == 0 or step > steps - 100 or step < 1000:
-            assert torch.equal(host.buffer, device.buffer.cpu()), f"step {step}"
-            assert device.counters[:3].tolist() == [*host.counters[:2].tolist(), failures], f"step {step}"
-            if results and results[0] is not None:
-                assert all(torch.equal(a, b.cpu()) for a, b in zip(*results, strict=True)), f"step {step}"
+        assert torch.equal(host.buffer, device.buffer.cpu()), f"step {step}"
+        assert device.counters[:3].tolist() == [*host.counters[:2].tolist(), failures], f"step {step}"
+        if results and results[0] is not None:
+            assert all(torch.equal(a, b.cpu()) for a, b in zip(*results, strict=True)), f"step {step}"
     assert 0 < failures < steps // 2
 
 
@@ -204,9 +201,7 @@ def test_pools_past_32_bits(elements: int, cache_dtype: torch.dtype) -> None:
     table[0], table[1, :5] = torch.arange(num_blocks - 19, num_blocks), torch.arange(num_blocks - 30, num_blocks - 25)
     table = table.cuda()
     positions = [torch.arange(n, device="cuda") for n in lens]
-    slots = torch.cat(
-        [table[i].long()[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in enumerate(positions)]
-    )
+    slots = torch.cat([table[i].long()[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in enumerate(positions)])
     key, value = (torch.randn(sum(lens), kv_heads, head_size, device="cuda").bfloat16() for _ in range(2))
     storage.view(torch.uint8)[0] = 0
     ops.reshape_and_cache(key, value, key_cache, value_cache, slots)

@@ -206,7 +206,7 @@ def test_slot_scales(cache_dtype: torch.dtype, device: torch.device) -> None:
     for cache, scale in zip(caches, scales):
         made = scale.reshape(8, 2)[slots]
         absmax = key.abs().amax(-1)
-        assert torch.equal(made, torch.where(absmax > 0, absmax / largest, 1.0))
+        assert torch.equal(made, torch.where(absmax > 0, absmax / absmax.new_tensor(largest), 1.0))
         stored = cache.float().reshape(8, 2, 64)[slots]
         assert stored.abs().max() == largest
         step = {torch.int8: 0.5, torch.float8_e4m3fn: 16.0, torch.float8_e5m2: 4096.0}[cache_dtype]

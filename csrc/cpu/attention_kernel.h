@@ -23,8 +23,10 @@ bool is_accumulator_interleaved(const AttentionParams& p, const Job& job) {
 void attend(const AttentionParams& p, const Job& job, KeyRange keys, State& state, Cutter cutter) {
   state.clear(state_rows(job), accumulator_width(p));
   if (keys.begin >= keys.end) return;
-  if (job.tiled) TileKernel(p, job, cutter).attend(keys, state);
-  else StreamKernel(p, job, cutter).attend(keys, state);
+  if (job.tiled)
+    TileKernel(p, job, cutter).attend(keys, state);
+  else
+    StreamKernel(p, job, cutter).attend(keys, state);
 }
 
 float value_scale_of(const AttentionParams& p, int64_t kv_head) {
@@ -69,8 +71,8 @@ void finish(const AttentionParams& p, const Job& job, const State& state, Cutter
   for (int64_t h = job.kv_head_begin; h < job.kv_head_end; ++h)
     for (int64_t query = 0; query < job.num_queries(); ++query)
       for (int64_t g = job.group_begin; g < job.group_end; ++g, ++row) {
-        const bool finite = finish_row(p, state, row, width, interleaved, job.query_begin + query, h * group + g,
-                                       value_scale_of(p, h));
+        const bool finite =
+            finish_row(p, state, row, width, interleaved, job.query_begin + query, h * group + g, value_scale_of(p, h));
         if (!finite && !alike) attend_alone(p, job, query, h, g, cutter);
       }
 }
@@ -103,8 +105,10 @@ int64_t scratch_bytes(const AttentionParams& p, const Job& job) {
   State(alone, 1, accumulator_width(p));
   StreamKernel(p, row, alone);
   State(all, state_rows(job), accumulator_width(p));
-  if (job.tiled) TileKernel(p, job, all);
-  else StreamKernel(p, job, all);
+  if (job.tiled)
+    TileKernel(p, job, all);
+  else
+    StreamKernel(p, job, all);
   return (alone.next - static_cast<char*>(nullptr)) + (all.next - static_cast<char*>(nullptr));
 }
 

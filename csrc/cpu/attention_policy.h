@@ -1,4 +1,4 @@
-// Sizes chosen for paged_attention: pure functions, with the measurement that chose them (docs/kernels/cpu_attention.md).
+// Sizes chosen for paged_attention: pure functions. docs/kernels/cpu_attention.md has the measurements behind them.
 #pragma once
 
 #include "attention_plan.h"
@@ -6,11 +6,11 @@
 namespace paged_kv::cpu::policy {
 
 // Packing keys pays from about this many rows per KV head.
-static inline bool use_tiles(int64_t rows_per_head) { return rows_per_head >= 16; }
+static inline bool use_tiles(int64_t rows_per_head) { return rows_per_head >= 28; }
 
 // Queries of a tile job: its rows' queries and accumulators stay in the L2 cache beside the packed keys.
 static inline int64_t tile_queries(int64_t group, int64_t head_size, int64_t head_size_v) {
-  const int64_t rows = clamp(int64_t{288} * 256 / (head_size + head_size_v), 48, 384);
+  const int64_t rows = clamp(int64_t{288} * 256 / (head_size + head_size_v), 48, 576);
   return rows < group ? 1 : rows / group;
 }
 

@@ -40,6 +40,51 @@ bool loads_interleaved(DType dtype) { return dtype == DType::bfloat16 && Element
 
 float load_factor(DType dtype) { return dtype == DType::float8_e4m3fn ? Elements<Float8E4M3>::kFactor : 1.0f; }
 
+// Fetches rows of the cache that are wanted soon, line by line in their order, a few lines with every step of the work:
+// in a burst they would wait for each other, in another order the memory would.
+struct Ahead {
+  const char* rows;
+  const int64_t* offset;
+  const int64_t* end;
+  int bytes;  // of a row
+  const char* line;
+  const char* row_end;
+
+  Ahead(const char* of, const int64_t* offsets, int count, int row_bytes)
+      : rows(of),
+        offset(offsets),
+        end(offsets + count),
+        bytes(row_bytes),
+        line(of + *offsets),
+        row_end(line + row_bytes) {}
+
+  PAGED_KV_INLINE void fetch_line() {
+    __builtin_prefetch(line);
+    line += 64;
+    if (line >= row_end) next_row();
+  }
+
+  PAGED_KV_INLINE void next_row() {
+    if (offset + 1 < end) ++offset;
+    line = rows + *offset;
+    row_end = line + bytes;
+  }
+
+  // As many lines as `kBytes` at byte `from` of a row begin.
+  template <int kBytes>
+  PAGED_KV_INLINE void fetch(int from) {
+    if (kBytes >= 64 || from % 64 == 0)
+#pragma GCC unroll 4
+      for (int byte = 0; byte < kBytes; byte += 64) fetch_line();
+  }
+
+  PAGED_KV_INLINE void fetch_rest() {
+    while (offset + 1 < end) fetch_line();
+  }
+
+  int64_t lines() const { return (end - offset) * ((bytes + 63) / 64); }
+};
+
 // Cuts aligned arrays from a piece of memory; started from null it measures instead.
 struct Cutter {
   char* next;
@@ -59,7 +104,8 @@ struct State {
   float* max;          // [rows]
 
   State(Cutter& cutter, int64_t rows, int64_t width)
-      : accumulator(cutter.take<float>(rows * width)), sum(cutter.take<float>(rows * kLanes)),
+      : accumulator(cutter.take<float>(rows * width)),
+        sum(cutter.take<float>(rows * kLanes)),
         max(cutter.take<float>(rows)) {}
 
   void clear(int64_t rows, int64_t width) {
@@ -132,8 +178,8 @@ bool store_output(const float* accumulator, int64_t size, bool interleaved, floa
 }
 
 // Final combine of one row: normalise, add the sink, write out and lse. `value_scale` is the KV head's.
-bool finish_row(const AttentionParams& p, const State& state, int64_t row, int64_t width, bool interleaved, int64_t token,
-                int64_t head, float value_scale) {
+bool finish_row(const AttentionParams& p, const State& state, int64_t row, int64_t width, bool interleaved,
+                int64_t token, int64_t head, float value_scale) {
   float sum = reduce_sum(load(state.sum + row * kLanes));
   const float max = state.max[row];
   const bool empty = sum == 0.0f;

@@ -1,4 +1,4 @@
-// Scores to weights: exp2 and tanh on vectors, what a model may add to a score, and the online softmax of one row.
+// Scores to weights: exp and tanh on vectors, what a model may add to a score, and the online softmax of one row.
 #pragma once
 
 #include "attention_keys.h"
@@ -20,7 +20,7 @@ PAGED_KV_INLINE Vec exp2(Vec x) {
   return scale_by_power(fma(p, r, set1(1.0f)), n);
 }
 
-// e^x for x <= 88, to a few ulps where x is small.
+// e^x for x <= 88. Differences of scores come here, so that the rounding of x * log2(e) is theirs, not the scores'.
 PAGED_KV_INLINE Vec exp(Vec x) { return exp2(mul(x, set1(kLog2E))); }
 
 PAGED_KV_INLINE float exp(float x) {
@@ -64,8 +64,10 @@ void apply_mask(const Mask& mask, int64_t row, int64_t shift, const KeyList& lis
   for (; i < list.count; ++i) {
     const int64_t column = list.position[i] - shift;
     if (column < 0) continue;
-    if (!is_visible(mask, row + column)) scores[i] = -kInfinity;
-    else if (mask.kind == MaskKind::additive) scores[i] += static_cast<const float*>(mask.data)[row + column];
+    if (!is_visible(mask, row + column))
+      scores[i] = -kInfinity;
+    else if (mask.kind == MaskKind::additive)
+      scores[i] += static_cast<const float*>(mask.data)[row + column];
   }
 }
 
@@ -85,13 +87,13 @@ void apply_features(const AttentionParams& p, const Job& job, int64_t token, int
     store(scores + i, x);
   }
   if (p.mask.kind != MaskKind::none)
-    apply_mask(p.mask, token * p.mask.token_stride + head * p.mask.head_stride, job.seq_len - p.mask.width, list, scores);
+    apply_mask(p.mask, token * p.mask.token_stride + head * p.mask.head_stride, job.seq_len - p.mask.width, list,
+               scores);
 }
 
-// Online softmax of one row: `max` and `sum` (kLanes partial sums) speak of the keys so far. Turns
-// scores[begin .. end) into weights (all others up to `count` become 0) and returns what the row's accumulator must be
-// multiplied by. The maximum is taken off in natural units: scores times log2 e would be rounded by an ulp of the score
-// itself, which ALiBi makes large.
+// Online softmax of one row: `max` and `sum` (kLanes partial sums) speak of the keys so far. Turns the visible
+// scores, times `scale`, into weights (all others up to `count` become 0) and returns what the row's accumulator must
+// be multiplied by.
 PAGED_KV_INLINE float absorb(float* scores, int count, LocalRange visible, float scale, float* max, float* sum) {
   const bool partial = visible.begin > 0 || visible.end < count;
   const Vec factor = set1(scale);

@@ -11,51 +11,15 @@ namespace {
 constexpr int kTileKeys = 64;  // most keys of a tile
 constexpr int kVectorRegisters = kLanes == 16 ? 32 : 16;
 
-// Fetches rows of the cache that are wanted soon, line by line in their order, a few lines with every step of the work:
-// in a burst they would wait for each other, in another order the memory would.
-struct Ahead {
-  const char* rows;
-  const int64_t* offset;
-  const int64_t* end;
-  int bytes;  // of a row
-  const char* line;
-  const char* row_end;
-
-  Ahead(const char* of, const int64_t* offsets, int count, int row_bytes)
-      : rows(of), offset(offsets), end(offsets + count), bytes(row_bytes), line(of + *offsets), row_end(line + row_bytes) {}
-
-  PAGED_KV_INLINE void fetch_line() {
-    __builtin_prefetch(line);
-    line += 64;
-    if (line >= row_end) next_row();
-  }
-
-  PAGED_KV_INLINE void next_row() {
-    if (offset + 1 < end) ++offset;
-    line = rows + *offset;
-    row_end = line + bytes;
-  }
-
-  // As many lines as `kBytes` at byte `from` of a row begin.
-  template <int kBytes>
-  PAGED_KV_INLINE void fetch(int from) {
-    if (kBytes >= 64 || from % 64 == 0)
-#pragma GCC unroll 4
-      for (int byte = 0; byte < kBytes; byte += 64) fetch_line();
-  }
-
-  PAGED_KV_INLINE void fetch_rest() {
-    while (offset + 1 < end) fetch_line();
-  }
-};
-
 // How queries meet keys. FloatDot: keys are converted to float. BFloat16Dot: bfloat16 products, float sums.
 template <class T>
 struct FloatDot {
   static constexpr int kVectors = 2;
   static constexpr int kQueryFloats = kPair;  // floats of a packed query per kPair elements
   static constexpr int kBytes = sizeof(T);
-  struct Chunk { Vec v[kVectors]; };
+  struct Chunk {
+    Vec v[kVectors];
+  };
   PAGED_KV_INLINE static Chunk load_keys(const char* p, int d) {
     const Pair x = Elements<T>::load(p + d * sizeof(T));
     return {{x.a, x.b}};
@@ -160,7 +124,7 @@ PAGED_KV_INLINE void add_values_at(const char* values, const KeyList& list, int 
     for (int i = 0; i < 2 * kPairs; ++i) a[r][i] = load(accumulator + r * width + d + i * kLanes);
   for (int t = 0; t < list.count; ++t) {
     const char* row = values + list.value[t] + d * sizeof(T);
-    if (kFetch) ahead.fetch<kPairs * kPair * int(sizeof(T))>(d * int(sizeof(T)));
+    if (kFetch) ahead.fetch<kPairs * kPair* int(sizeof(T))>(d * int(sizeof(T)));
     Vec w[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) w[r] = set1(weights[r * kTileKeys + t]);
@@ -207,24 +171,30 @@ using ValueFunction = void (*)(const char* values, const KeyList& list, int size
 template <class Dot, bool kFetch>
 PAGED_KV_INLINE void score_group(const char* keys, const KeyList& list, int size, const float* q, int64_t stride,
                                  int rows, float* scores, const Ahead& ahead) {
-  if (rows >= 4) score_rows<Dot, 4, kFetch>(keys, list, size, q, stride, scores, ahead);
-  else if (rows >= 2) score_rows<Dot, 2, kFetch>(keys, list, size, q, stride, scores, ahead);
-  else score_rows<Dot, 1, kFetch>(keys, list, size, q, stride, scores, ahead);
+  if (rows >= 4)
+    score_rows<Dot, 4, kFetch>(keys, list, size, q, stride, scores, ahead);
+  else if (rows >= 2)
+    score_rows<Dot, 2, kFetch>(keys, list, size, q, stride, scores, ahead);
+  else
+    score_rows<Dot, 1, kFetch>(keys, list, size, q, stride, scores, ahead);
 }
 
 template <class T, bool kFetch>
 PAGED_KV_INLINE void add_group(const char* values, const KeyList& list, int size, const float* weights, int rows,
                                float* accumulator, int64_t width, const Ahead& ahead) {
-  if (rows >= 4) add_values<T, 4, kFetch>(values, list, size, weights, accumulator, width, ahead);
-  else if (rows >= 2) add_values<T, 2, kFetch>(values, list, size, weights, accumulator, width, ahead);
-  else add_values<T, 1, kFetch>(values, list, size, weights, accumulator, width, ahead);
+  if (rows >= 4)
+    add_values<T, 4, kFetch>(values, list, size, weights, accumulator, width, ahead);
+  else if (rows >= 2)
+    add_values<T, 2, kFetch>(values, list, size, weights, accumulator, width, ahead);
+  else
+    add_values<T, 1, kFetch>(values, list, size, weights, accumulator, width, ahead);
 }
 
 PAGED_KV_INLINE int group_rows(int rows) { return rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
 
 template <class Dot>
-void score_all(const char* keys, const KeyList& list, int size, const float* q, int64_t stride, int rows,
-               float* scores, const Ahead& ahead) {
+void score_all(const char* keys, const KeyList& list, int size, const float* q, int64_t stride, int rows, float* scores,
+               const Ahead& ahead) {
   score_group<Dot, true>(keys, list, size, q, stride, rows, scores, ahead);
   for (int r = group_rows(rows); r < rows; r += group_rows(rows - r))
     score_group<Dot, false>(keys, list, size, q + r * stride, stride, rows - r, scores + r * kTileKeys, ahead);
@@ -244,7 +214,9 @@ struct BFloat16Dot {
   static constexpr int kVectors = 1;
   static constexpr int kQueryFloats = kPair / 2;
   static constexpr int kBytes = 2;
-  struct Chunk { Vec v[kVectors]; };
+  struct Chunk {
+    Vec v[kVectors];
+  };
   PAGED_KV_INLINE static Chunk load_keys(const char* p, int d) { return {{load_bfloat16<BFloat16>(p + 2 * d, kPair)}}; }
   PAGED_KV_INLINE static Chunk load_keys(const char* p, int d, int n) {
     return {{load_bfloat16<BFloat16>(p + 2 * d, n)}};
@@ -268,9 +240,12 @@ struct StreamKernel {
   }
 
   StreamKernel(const AttentionParams& params, const Job& of, Cutter& cutter)
-      : p(params), job(of), rows(int(of.rows_per_head())),
+      : p(params),
+        job(of),
+        rows(int(of.rows_per_head())),
         query_stride(round_up(params.key_cache.head_size, kPair) / (uses_bfloat16_dot(params) ? 2 : 1)),
-        width(round_up(params.value_cache.head_size, kPair)), bfloat16_dot(uses_bfloat16_dot(params)) {
+        width(round_up(params.value_cache.head_size, kPair)),
+        bfloat16_dot(uses_bfloat16_dot(params)) {
     queries = cutter.take<float>(job.num_rows() * query_stride);
     scores = cutter.take<float>(rows * kTileKeys);
     key_scales = cutter.take<float>(kTileKeys);
@@ -282,15 +257,13 @@ struct StreamKernel {
 #ifdef __AVX512BF16__
     if (bfloat16_dot) return score_all<BFloat16Dot>;
 #endif
-    return with_type(p.key_cache.dtype, [](auto type) -> ScoreFunction {
-      return score_all<FloatDot<typename decltype(type)::type>>;
-    });
+    return with_type(p.key_cache.dtype,
+                     [](auto type) -> ScoreFunction { return score_all<FloatDot<typename decltype(type)::type>>; });
   }
 
   ValueFunction value_function() const {
-    return with_type(p.value_cache.dtype, [](auto type) -> ValueFunction {
-      return add_all_values<typename decltype(type)::type>;
-    });
+    return with_type(p.value_cache.dtype,
+                     [](auto type) -> ValueFunction { return add_all_values<typename decltype(type)::type>; });
   }
 
   void load_row(int64_t token, int64_t head, float* out) const {
@@ -325,8 +298,8 @@ struct StreamKernel {
         apply_features(p, job, job.query_begin + query, h * (p.num_heads / p.num_kv_heads) + g, scale, list, s);
       const LocalRange visible = visible_entries(p, job, list, query);
       const int64_t row = first + r;
-      const float correction = absorb(s, count, visible, features ? 1.0f : scale, state.max + row,
-                                      state.sum + row * kLanes);
+      const float correction =
+          absorb(s, count, visible, features ? 1.0f : scale, state.max + row, state.sum + row * kLanes);
       if (correction != 1.0f) rescale(state.accumulator + row * width, width, correction);
       if (value_slots) multiply(s, value_scales, count);
     }

@@ -12,7 +12,8 @@ namespace {
 constexpr int kBlockKeys = kMaxKeys;
 constexpr int kStripRows = 24;  // a multiple of every kMicroRows
 constexpr int kPanel = kPair;   // columns of the register block
-static_assert(kStripRows % kMicroRows == 0 && kBlockKeys % kPanel == 0, "strips and blocks must hold whole register blocks");
+static_assert(kStripRows % kMicroRows == 0 && kBlockKeys % kPanel == 0,
+              "strips and blocks must hold whole register blocks");
 
 // What one step of the product sums: one float, or a pair of bfloat16 in 32 bits.
 struct FloatStep {
@@ -27,7 +28,8 @@ struct BFloat16Step {
 };
 #endif
 
-// c[kMicroRows][kPanel] (+)= a[kMicroRows][steps] b[steps][kPanel]; a's element (r, k) is a[r * kRowStride + k * kStepStride].
+// c[kMicroRows][kPanel] (+)= a[kMicroRows][steps] b[steps][kPanel]; element (r, k) of a is
+// a[r * kRowStride + k * kStepStride].
 template <class Step, int kRowStride, int kStepStride, bool kAccumulate>
 void multiply_block(const float* a, const float* b, int steps, float* c, int64_t c_stride) {
   Vec sum[kMicroRows][2];
@@ -98,8 +100,7 @@ void pack_keys_bfloat16(const char* keys, const KeyList& list, int size, float* 
     float* panel = out + t / kPanel * steps * kPanel + t % kPanel;
     for (int d = 0; d < size; d += kPair, panel += kLanes * kPanel) {
       Vec x[kLanes];
-      for (int i = 0; i < kLanes; ++i)
-        x[i] = load_bfloat16<T>(keys + list.key[t + i] + d * sizeof(T), size - d);
+      for (int i = 0; i < kLanes; ++i) x[i] = load_bfloat16<T>(keys + list.key[t + i] + d * sizeof(T), size - d);
       transpose(x);
       for (int i = 0; i < kLanes; ++i) store(panel + i * kPanel, x[i]);
     }
@@ -112,7 +113,8 @@ void pack_values_bfloat16(const char* values, const KeyList& list, int size, flo
   for (int d = 0; d < size; d += kPair)
     for (int t = 0; t < list.count; t += 2, out += kPanel) {
       const Vec x = load_bfloat16<T>(values + list.value[t] + d * sizeof(T), size - d);
-      const Vec y = t + 1 < list.count ? load_bfloat16<T>(values + list.value[t + 1] + d * sizeof(T), size - d) : zero();
+      const Vec y =
+          t + 1 < list.count ? load_bfloat16<T>(values + list.value[t + 1] + d * sizeof(T), size - d) : zero();
       const Pair pairs = pair_rows(x, y);
       store(out, pairs.a);
       store(out + kLanes, pairs.b);
@@ -121,6 +123,20 @@ void pack_values_bfloat16(const char* values, const KeyList& list, int size, flo
 #endif
 
 using PackFunction = void (*)(const char* cache, const KeyList& list, int size, float* out);
+
+// While one block is worked on the next is fetched: some lines with each product.
+struct Fetch {
+  Ahead rows;
+  int64_t lines;  // with each product
+
+  Fetch(const Cache& cache, int64_t kv_head, const int64_t* offsets, int count, int64_t products)
+      : rows(row_of(cache, 0, 0, kv_head), offsets, count, int(cache.head_size * size_of(cache.dtype))),
+        lines(count ? (rows.lines() + products - 1) / products : 0) {}
+
+  PAGED_KV_INLINE void step() {
+    for (int64_t i = 0; i < lines; ++i) rows.fetch_line();
+  }
+};
 
 struct TileKernel {
   const AttentionParams& p;
@@ -131,7 +147,7 @@ struct TileKernel {
   const int key_steps;      // of the score product
   const int64_t width;      // floats of an accumulator row
   float *queries, *keys, *values, *scores, *key_scales, *value_scales;
-  KeyList* list;
+  KeyList *list, *next;
 
   // Products in bfloat16 where queries are and where every value of the cache is one.
   static bool uses_bfloat16(const AttentionParams& p) {
@@ -140,8 +156,12 @@ struct TileKernel {
   }
 
   TileKernel(const AttentionParams& params, const Job& of, Cutter& cutter)
-      : p(params), job(of), rows(int(of.rows_per_head())), padded_rows(int(round_up(rows, kMicroRows))),
-        bfloat16(uses_bfloat16(params)), key_steps(int(round_up(params.key_cache.head_size, kPair)) / (bfloat16 ? 2 : 1)),
+      : p(params),
+        job(of),
+        rows(int(of.rows_per_head())),
+        padded_rows(int(round_up(rows, kMicroRows))),
+        bfloat16(uses_bfloat16(params)),
+        key_steps(int(round_up(params.key_cache.head_size, kPair)) / (bfloat16 ? 2 : 1)),
         width(round_up(params.value_cache.head_size, kPair)) {
     queries = cutter.take<float>(int64_t(padded_rows) * key_steps);
     keys = cutter.take<float>(int64_t(kBlockKeys) * key_steps);
@@ -150,6 +170,7 @@ struct TileKernel {
     key_scales = cutter.take<float>(kBlockKeys);
     value_scales = cutter.take<float>(kBlockKeys);
     list = cutter.take<KeyList>(1);
+    next = cutter.take<KeyList>(1);
   }
 
   PackFunction key_packer() const {
@@ -194,21 +215,27 @@ struct TileKernel {
   }
 
   template <class Step>
-  void score_strip(int first, int last, LocalRange panels) const {
+  void score_strip(int first, int last, LocalRange panels, Fetch& fetch) const {
     for (int panel = panels.begin; panel < panels.end; ++panel)
-      for (int r = first; r < last; r += kMicroRows)
-        multiply_block<Step, 1, kMicroRows, false>(queries + int64_t(r) * key_steps, keys + int64_t(panel) * key_steps * kPanel,
-                                                   key_steps, scores + (r - first) * kBlockKeys + panel * kPanel, kBlockKeys);
+      for (int r = first; r < last; r += kMicroRows) {
+        fetch.step();
+        multiply_block<Step, 1, kMicroRows, false>(queries + int64_t(r) * key_steps,
+                                                   keys + int64_t(panel) * key_steps * kPanel, key_steps,
+                                                   scores + (r - first) * kBlockKeys + panel * kPanel, kBlockKeys);
+      }
   }
 
   template <class Step>
-  void value_strip(int first, int last, LocalRange entries, const State& state) const {
+  void value_strip(int first, int last, LocalRange entries, const State& state, Fetch& fetch) const {
     const int steps = int(round_up(list->count, Step::kDepth)) / Step::kDepth, begin = entries.begin / Step::kDepth;
     const int end = int(round_up(entries.end, Step::kDepth)) / Step::kDepth;
     for (int64_t d = 0; d < width; d += kPanel)
-      for (int r = first; r < last; r += kMicroRows)
-        multiply_block<Step, kBlockKeys, 1, true>(scores + (r - first) * kBlockKeys + begin, values + (d * steps + begin * kPanel),
-                                                  end - begin, state.accumulator + r * width + d, width);
+      for (int r = first; r < last; r += kMicroRows) {
+        fetch.step();
+        multiply_block<Step, kBlockKeys, 1, true>(scores + (r - first) * kBlockKeys + begin,
+                                                  values + (d * steps + begin * kPanel), end - begin,
+                                                  state.accumulator + r * width + d, width);
+      }
   }
 
   // scores -> weights for rows first .. last - 1, entries `span` of the list (whole vectors).
@@ -251,16 +278,16 @@ struct TileKernel {
   }
 
   template <class Step>
-  void attend_strip(int first, int last, const State& state) const {
+  void attend_strip(int first, int last, const State& state, Fetch& fetch_keys, Fetch& fetch_values) const {
     const LocalRange entries = strip_entries(first, last);
     if (entries.begin >= entries.end) return;
     const int padded_last = int(round_up(last, kMicroRows));
     const LocalRange panels = {entries.begin / kPanel, (entries.end + kPanel - 1) / kPanel};
     const LocalRange span = {panels.begin * kPanel, panels.end * kPanel};
-    score_strip<Step>(first, padded_last, panels);
+    score_strip<Step>(first, padded_last, panels, fetch_keys);
     absorb_strip(first, last, span, state);
     for (int row = last; row < padded_last; ++row) clear_row(scores + (row - first) * kBlockKeys);
-    value_strip<Step>(first, padded_last, entries, state);
+    value_strip<Step>(first, padded_last, entries, state, fetch_values);
   }
 
   static void clear_row(float* row) {
@@ -278,25 +305,35 @@ struct TileKernel {
       gather_scales(p.value_cache.scale, list->value_scale, padded, h, 1.0f, value_scales);
   }
 
+  void attend_block(const State& state) const {
+    const int64_t row_blocks = padded_rows / kMicroRows, h = job.kv_head_begin;
+    Fetch fetch_keys(p.key_cache, h, next->key, next->count, row_blocks * (kBlockKeys / kPanel));
+    Fetch fetch_values(p.value_cache, h, next->value, next->count, row_blocks * (width / kPanel));
+    for (int first = 0; first < rows; first += kStripRows) {
+      const int last = first + kStripRows < rows ? first + kStripRows : rows;
+#ifdef __AVX512BF16__
+      if (bfloat16) {
+        attend_strip<BFloat16Step>(first, last, state, fetch_keys, fetch_values);
+        continue;
+      }
+#endif
+      attend_strip<FloatStep>(first, last, state, fetch_keys, fetch_values);
+    }
+  }
+
   // The state must have room for padded_rows.
-  void attend(KeyRange range, const State& state) const {
+  void attend(KeyRange range, const State& state) {
     const PackFunction pack_k = key_packer(), pack_v = value_packer();
     KeyCursor cursor{range.begin, range.end};
     pack_queries(scores);
-    for (;;) {
-      next_keys(p, job, cursor, kBlockKeys, kPanel, *list);
-      if (list->count == 0) break;
+    next_keys(p, job, cursor, kBlockKeys, kPanel, *list);
+    while (list->count > 0) {
+      next_keys(p, job, cursor, kBlockKeys, kPanel, *next);
       pack_list(pack_k, pack_v);
-      for (int first = 0; first < rows; first += kStripRows) {
-        const int last = first + kStripRows < rows ? first + kStripRows : rows;
-#ifdef __AVX512BF16__
-        if (bfloat16) {
-          attend_strip<BFloat16Step>(first, last, state);
-          continue;
-        }
-#endif
-        attend_strip<FloatStep>(first, last, state);
-      }
+      attend_block(state);
+      KeyList* done = list;
+      list = next;
+      next = done;
     }
   }
 };

@@ -24,8 +24,8 @@ bool has_avx2() {
 #ifdef PAGED_KV_HAS_AVX512
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("f16c");
 }
 #endif
 
@@ -54,7 +54,8 @@ const AttentionKernels& choose_kernels() {
     if (capability.supported && (!wanted || !*wanted || std::strcmp(wanted, capability.kernels->name) == 0))
       return *capability.kernels;
   throw std::invalid_argument(std::string("PAGED_KV_CPU_CAPABILITY must name an instruction set of this machine "
-                                          "(generic, avx2, avx512), got ") + wanted);
+                                          "(generic, avx2, avx512), got ") +
+                              wanted);
 }
 
 // Memory that a thread keeps between calls.
@@ -202,8 +203,10 @@ void paged_attention(const AttentionParams& params) {
   if (items == 0) return;
   Work shared{params, kernels, plan, reinterpret_cast<float*>(states.reserve(plan.state_floats * 4)), 0};
   const int64_t workers = policy::is_worth_threads(plan.total_cost) ? std::min<int64_t>(num_threads(), items) : 1;
-  if (workers == 1) work(&shared, 0, 1);
-  else parallel_for(0, workers, 1, work, &shared);
+  if (workers == 1)
+    work(&shared, 0, 1);
+  else
+    parallel_for(0, workers, 1, work, &shared);
 }
 
 }  // namespace paged_kv::cpu

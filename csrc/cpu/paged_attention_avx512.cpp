@@ -1,6 +1,7 @@
+// clang-format off: the kernels are written in terms of the vectors, which therefore come first
 #include "simd_avx512.h"
-
 #include "attention_kernel.h"
+// clang-format on
 
 namespace paged_kv::cpu {
 

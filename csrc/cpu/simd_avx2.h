@@ -14,7 +14,9 @@ constexpr int kPair = 2 * kLanes;
 constexpr int kMicroRows = 6;  // 6 x 2 accumulators, 2 vectors of B and a broadcast in 16 registers
 constexpr bool kHasBFloat16Dot = false;
 
-struct Pair { Vec a, b; };
+struct Pair {
+  Vec a, b;
+};
 
 PAGED_KV_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 PAGED_KV_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
@@ -154,7 +156,8 @@ template <>
 struct Elements<int8_t> : Order<false> {
   PAGED_KV_INLINE static Pair load(const void* p) {
     const __m128i x = _mm_loadu_si128(static_cast<const __m128i*>(p));
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
   }
   PAGED_KV_INLINE static Pair load(const void* p, int n) { return Tail<int8_t, Elements>::load(p, n); }
 };

@@ -20,7 +20,9 @@ constexpr int kPair = 2 * kLanes;
 constexpr int kMicroRows = 12;  // 12 x 2 accumulators, 2 vectors of B and a broadcast in 32 registers
 constexpr bool kHasBFloat16Dot = true;
 
-struct Pair { Vec a, b; };
+struct Pair {
+  Vec a, b;
+};
 
 PAGED_KV_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 PAGED_KV_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
@@ -42,9 +44,7 @@ PAGED_KV_INLINE float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }
 PAGED_KV_INLINE float reduce_sum(Vec a) { return _mm512_reduce_add_ps(a); }
 PAGED_KV_INLINE void keep_in_register(Vec& v) { asm("" : "+v"(v)); }
 
-PAGED_KV_INLINE Vec lane_numbers() {
-  return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
+PAGED_KV_INLINE Vec lane_numbers() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
 PAGED_KV_INLINE Vec keep_range(Vec v, int low, int high) {
   const uint32_t below_high = high >= kLanes ? 0xffffu : high <= 0 ? 0u : (1u << high) - 1;
@@ -104,7 +104,9 @@ struct Elements<Float16> : Order<false> {
     const __m256i* x = static_cast<const __m256i*>(p);
     return {_mm512_cvtph_ps(_mm256_loadu_si256(x)), _mm512_cvtph_ps(_mm256_loadu_si256(x + 1))};
   }
-  PAGED_KV_INLINE static Pair load(const void* p, int n) { return convert(_mm512_maskz_loadu_epi16(first_lanes(n), p)); }
+  PAGED_KV_INLINE static Pair load(const void* p, int n) {
+    return convert(_mm512_maskz_loadu_epi16(first_lanes(n), p));
+  }
 };
 
 template <>

@@ -14,7 +14,9 @@ constexpr int kPair = 2 * kLanes;  // caches are loaded and panels are as wide a
 constexpr int kMicroRows = 4;      // rows of the tile kernel's register block
 constexpr bool kHasBFloat16Dot = false;
 
-struct Pair { Vec a, b; };
+struct Pair {
+  Vec a, b;
+};
 
 PAGED_KV_INLINE Vec load(const float* p) {
   Vec v;

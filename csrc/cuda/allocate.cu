@@ -111,7 +111,8 @@ __device__ void push_stale(const Params& p, int64_t num_items, int64_t tail, int
     int64_t count = 0, total = 0;
     const Item item = is_item ? item_at(p, index) : Item{};
     if (is_item)
-      for_each_stale_column(p, item, [&](int64_t column) { count += has_claimed(p.pool, item.entries[column], index); });
+      for_each_stale_column(p, item,
+                            [&](int64_t column) { count += has_claimed(p.pool, item.entries[column], index); });
     int64_t at = pushed + block_scan(count, sums, total);
     pushed += total;
     if (!is_item) return;
@@ -235,8 +236,10 @@ __device__ int64_t slot_of(const Params& p, int32_t group, int32_t token) {
   int32_t low = 0, high = int32_t(p.rows.num_seqs);  // the number of rows that begin at or before the token
   while (low < high) {
     const int32_t middle = (low + high) / 2;
-    if (p.cu_seqlens_q[middle] <= token) low = middle + 1;
-    else high = middle;
+    if (p.cu_seqlens_q[middle] <= token)
+      low = middle + 1;
+    else
+      high = middle;
   }
   if (low == 0) return -1;
   const ShortGrowth growth = short_growth_of(p, low - 1);

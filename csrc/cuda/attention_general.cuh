@@ -7,7 +7,7 @@
 
 namespace paged_kv::cuda::general {
 
-inline constexpr int kRows = 4;      // packed rows of an item, held in registers by every warp
+inline constexpr int kRows = 4;  // packed rows of an item, held in registers by every warp
 inline constexpr int kKeys = kWarp;  // keys of a tile
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = kWarps * kWarp;
@@ -18,7 +18,9 @@ struct Shared {
   // then: float queries[kRows][head_size rounded up to 8], float values[kWarps][kRows][row_stride]
 };
 
-__host__ __device__ inline int64_t query_stride(const AttentionParams& p) { return (p.key_cache.head_size + 7) / 8 * 8; }
+__host__ __device__ inline int64_t query_stride(const AttentionParams& p) {
+  return (p.key_cache.head_size + 7) / 8 * 8;
+}
 
 inline int64_t shared_bytes(const AttentionLaunch& a) {
   const int64_t floats = kRows * query_stride(a.params) + int64_t(kWarps) * kRows * a.workspace.row_stride;
@@ -93,10 +95,12 @@ __device__ void score(const AttentionLaunch& a, const Segment& s, const Row (&ro
     any |= biases[r] != -INFINITY;
     scores[r] = 0.0f;
   }
-  if (any) dot_rows<kVector>(row_of(p.key_cache, block, offset, s.kv_head), p.key_cache.dtype, queries,
-                             query_stride(p), p.key_cache.head_size, scores);
+  if (any)
+    dot_rows<kVector>(row_of(p.key_cache, block, offset, s.kv_head), p.key_cache.dtype, queries, query_stride(p),
+                      p.key_cache.head_size, scores);
   const Scale& scale = p.key_cache.scale;
-  const float factor = any && scale.kind != ScaleKind::none ? p.scale * *scale_of(scale, block, offset, s.kv_head) : p.scale;
+  const float factor =
+      any && scale.kind != ScaleKind::none ? p.scale * *scale_of(scale, block, offset, s.kv_head) : p.scale;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float value = scores[r] * factor;
@@ -147,7 +151,8 @@ __device__ void attend(const AttentionLaunch& a, const Segment& s, const float* 
     const char* own_row = used ? row_of(p.value_cache, block, offset, s.kv_head) : nullptr;
     for (unsigned votes = __ballot_sync(kFullMask, used); votes != 0; votes &= votes - 1) {
       const int from = __ffs(votes) - 1;
-      const auto* value_row = reinterpret_cast<const char*>(__shfl_sync(kFullMask, reinterpret_cast<uintptr_t>(own_row), from));
+      const auto* value_row =
+          reinterpret_cast<const char*>(__shfl_sync(kFullMask, reinterpret_cast<uintptr_t>(own_row), from));
       float shares[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) shares[r] = __shfl_sync(kFullMask, weights[r], from);

@@ -39,7 +39,8 @@ void launch_kernel(Order order, int grid, int threads, int64_t shared_bytes, con
   if (!known.asked || known.shared_bytes < shared_bytes) {
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
-    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), "paged_attention");
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
+          "paged_attention");
     known = {true, attributes.ptxVersion >= 90, shared_bytes};
   }
   cudaLaunchAttribute attribute{};

@@ -191,6 +191,80 @@ __device__ void merge_tasks(const AttentionLaunch& a, MergeMemory& memory, int c
   }
 }
 
+// The usual case of merge_tasks: no more tasks than warps, up to 128 dims, one row a task. Everything that does not
+// depend on the partial results is made ready before they are waited for: this is the end of a step, and each
+// instruction that is left to it adds to the time of all.
+template <int kRows>
+__device__ void merge_few_tasks(const AttentionLaunch& a, MergeMemory& memory, int count) {
+  const int warp = threadIdx.x / kWarp, dim = threadIdx.x % kWarp * 4;
+  const int shares = kMergeWarps / count, share = warp % shares;
+  const bool works = warp / shares < count && dim < a.workspace.row_stride;
+  const Task task = memory.tasks[works ? warp / shares : 0];
+  const Record& r = task.record;
+  const float* slots = a.workspace.slots;
+  const int64_t slot_floats = a.workspace.slot_floats;
+  int64_t offsets[kMergeBatch];
+#pragma unroll
+  for (int i = 0; i < kMergeBatch; ++i) {
+    const int32_t number = min(share + i * shares, r.num_slots - 1);
+    offsets[i] = (number == 0 ? r.first_slot : r.second_slot + (number - 1) * r.slot_step) * slot_floats;
+  }
+  const int parts = works ? (r.num_slots - share + shares - 1) / shares : 0;
+  const float* states = slots + 2 * task.row;
+  const float* values = slots + 2 * kRows + task.row * a.workspace.row_stride + dim;
+  const int64_t out_row = output_row(a, r.token, r.kv_head, r.first_row + task.row);
+  const int32_t head_size = int32_t(a.params.value_cache.head_size);
+  const float sink = a.params.sinks ? a.params.sinks[out_row % a.params.num_heads] : -INFINITY;
+  float* lse = a.params.lse;
+  void* out = a.params.out;
+  const DType dtype = a.params.query_dtype;
+
+  wait_for_predecessor();
+  Partial batch[kMergeBatch];
+#pragma unroll
+  for (int i = 0; i < kMergeBatch; ++i) {
+    if (i >= parts) continue;
+    batch[i].state = *reinterpret_cast<const RowState*>(states + offsets[i]);
+    batch[i].values = *reinterpret_cast<const float4*>(values + offsets[i]);
+  }
+  Partial own = combine(batch);
+  if (parts > kMergeBatch) {
+    Record rest = r;  // without the first batch of all shares
+    rest.num_slots -= kMergeBatch * shares;
+    rest.first_slot = r.second_slot + (kMergeBatch * shares - 1) * r.slot_step;
+    rest.second_slot = rest.first_slot + r.slot_step;
+    const Partial pair[2] = {own, merge_slots<kRows>(a, rest, task.row, dim, share, shares)};
+    own = combine(pair);
+  }
+  if (shares > 1) {
+    memory.partials[warp][dim / 4] = own;
+    __syncthreads();
+    if (share != 0) return;
+    Partial all[kMergeWarps];
+#pragma unroll
+    for (int i = 0; i < kMergeWarps; ++i)
+      if (i < shares) all[i] = memory.partials[min(warp + i, kMergeWarps - 1)][dim / 4];
+    own = combine(all);
+  }
+  if (!works || share != 0) return;
+  const float factor = own.state.sum == 0.0f ? 0.0f : 1.0f / (own.state.sum + expf(sink - own.state.maximum));
+  const float4 v = own.values;
+  const float row[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+  if (dim == 0 && lse) lse[out_row] = own.state.sum == 0.0f ? -INFINITY : own.state.maximum + logf(own.state.sum);
+  if (head_size % 4 == 0) {
+    store_floats(out, dtype, out_row * head_size + dim, row);
+  } else if (dim < head_size) {
+    store_out(a, out_row, dim, row);
+  }
+}
+
+// Has a task more than one row? Only if max_seqlen_q was too low.
+__device__ inline bool has_second_rows(const AttentionLaunch& a, const MergeMemory& memory, int count) {
+  const int number = threadIdx.x % kWarp;
+  return __any_sync(kFullMask,
+                    number < count && memory.tasks[number].row + a.max_rows < memory.tasks[number].record.rows);
+}
+
 // Appends the warps' tasks that have something to merge to the `count` tasks there are. Called by all threads.
 __device__ inline int add_tasks(MergeMemory& memory, int count, const Task& own) {
   const int warp = threadIdx.x / kWarp;
@@ -212,7 +286,7 @@ __device__ inline int add_tasks(MergeMemory& memory, int count, const Task& own)
 // the partial results are. A task is a (row, border between two thread blocks); a thread block looks at neighbouring
 // borders, of which only the first inside an item counts: the fewer items there are, the more blocks share their rows.
 template <int kRows, int kKeys>
-__global__ void __launch_bounds__(kMergeThreads, 4) merge_parts(const __grid_constant__ AttentionLaunch a) {
+__global__ void __launch_bounds__(kMergeThreads, 3) merge_parts(const __grid_constant__ AttentionLaunch a) {
   __shared__ MergeMemory memory;
   const Schedule<kRows, kKeys, false> schedule(a, memory.schedule);
   const int32_t num_tasks = a.grid * a.max_rows;
@@ -226,6 +300,9 @@ __global__ void __launch_bounds__(kMergeThreads, 4) merge_parts(const __grid_con
     if (number < end) own = {schedule.shared_item(number - row * a.grid), row};
     count = add_tasks(memory, count, own);
   }
+  // Every block waits, also one without a task: the next launch on the stream relies on this one alone.
+  const bool few = count > 0 && count <= kMergeWarps && a.workspace.row_stride <= 4 * kWarp;
+  if (few && !has_second_rows(a, memory, count)) return merge_few_tasks<kRows>(a, memory, count);
   wait_for_predecessor();
   if (count > 0) merge_tasks<kRows>(a, memory, count);
 }
@@ -237,7 +314,8 @@ __global__ void __launch_bounds__(kMergeThreads, 4) merge_pieces(const __grid_co
   wait_for_predecessor();
   const int64_t num_tasks = *a.workspace.num_records * a.max_rows;
 #pragma unroll 1
-  for (int64_t start = int64_t(blockIdx.x) * kMergeWarps; start < num_tasks; start += int64_t(gridDim.x) * kMergeWarps) {
+  for (int64_t start = int64_t(blockIdx.x) * kMergeWarps; start < num_tasks;
+       start += int64_t(gridDim.x) * kMergeWarps) {
     const int64_t number = start + threadIdx.x / kWarp;
     Task own{};
     if (number < num_tasks) own = {a.workspace.records[number / a.max_rows], int32_t(number % a.max_rows)};

@@ -19,7 +19,7 @@ struct Shape {
   static constexpr int kRows = kTiles * 8;
   static constexpr int kMaxWarps = kHeadSize <= 128 ? 4 : 2;
   static constexpr int kStageBytes = kKeys * kHeadSize * 2 * 2;  // K rows, then V rows
-  static constexpr int kStages = kHeadSize == 64 ? 6 : 3;        // of a warp
+  static constexpr int kStages = kHeadSize == 64 ? 6 : 3;  // of a warp
   static constexpr int kRowsPerMerge = kStageBytes / (kHeadSize * 4);  // rows of float results a stage has room for
   static constexpr bool kQueriesInShared = kHeadSize * kTiles >= 512;
   static constexpr int kQueryBytes = kQueriesInShared ? kRows * kHeadSize * 2 : 0;
@@ -58,14 +58,18 @@ struct Fragment {
 __device__ inline Fragment load_matrices(uint32_t address) {
   Fragment f;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(f.data[0]), "=r"(f.data[1]), "=r"(f.data[2]), "=r"(f.data[3]) : "r"(address) : "memory");
+               : "=r"(f.data[0]), "=r"(f.data[1]), "=r"(f.data[2]), "=r"(f.data[3])
+               : "r"(address)
+               : "memory");
   return f;
 }
 
 __device__ inline Fragment load_matrices_transposed(uint32_t address) {
   Fragment f;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(f.data[0]), "=r"(f.data[1]), "=r"(f.data[2]), "=r"(f.data[3]) : "r"(address) : "memory");
+               : "=r"(f.data[0]), "=r"(f.data[1]), "=r"(f.data[2]), "=r"(f.data[3])
+               : "r"(address)
+               : "memory");
   return f;
 }
 
@@ -77,13 +81,15 @@ __device__ inline uint32_t transpose_matrix(uint32_t value) {
 
 // c[16 x 8] += a[16 x 16] b[16 x 8]
 __device__ inline void multiply(float (&c)[4], const Fragment& a, const uint32_t (&b)[2], BFloat16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.data[0]), "r"(a.data[1]), "r"(a.data[2]), "r"(a.data[3]), "r"(b[0]), "r"(b[1]));
 }
 
 __device__ inline void multiply(float (&c)[4], const Fragment& a, const uint32_t (&b)[2], Float16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.data[0]), "r"(a.data[1]), "r"(a.data[2]), "r"(a.data[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -147,7 +153,8 @@ class Loader {
   using Planned = Schedule<S::kRows, kKeys, kDeterministic>;
 
   // Begins with segment `s`, which the schedule has given and moved past; `has_work`: is there one at all?
-  __device__ Loader(const AttentionLaunch& a, const Planned& schedule, bool has_work, const Segment& s, int32_t position)
+  __device__ Loader(const AttentionLaunch& a, const Planned& schedule, bool has_work, const Segment& s,
+                    int32_t position)
       : a_(a), schedule_(schedule), position_(position), done_(!has_work) {
     whole_blocks_ = a.block_size % kKeys == 0;
     lane_target_ = swizzled<kHeadSize>(lane() / kChunks, lane() % kChunks);
@@ -179,8 +186,8 @@ class Loader {
   }
 
  private:
-  static constexpr int kChunks = kHeadSize / 8;         // 16-byte chunks of a row
-  static constexpr int kRowsAtOnce = kWarp / kChunks;   // rows that one instruction of the warp loads
+  static constexpr int kChunks = kHeadSize / 8;  // 16-byte chunks of a row
+  static constexpr int kRowsAtOnce = kWarp / kChunks;  // rows that one instruction of the warp loads
 
   __device__ static int lane() { return threadIdx.x % kWarp; }
 
@@ -291,8 +298,8 @@ class Loader {
 };
 
 // Softcap and ALiBi, apart from the loop that most models run.
-__device__ __noinline__ inline float4 special_logits(const AttentionParams& p, float4 scores, float slope_0, float slope_1,
-                                              int32_t key) {
+__device__ __noinline__ inline float4 special_logits(const AttentionParams& p, float4 scores, float slope_0,
+                                                     float slope_1, int32_t key) {
   float values[4] = {scores.x, scores.y, scores.z, scores.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -312,11 +319,11 @@ struct State {
   using S = Shape<kHeadSize, kTiles>;
   static constexpr int kSteps = kHeadSize / 16;
   uint32_t queries[S::kQueriesInShared ? 1 : kTiles][kSteps][2];
-  const uint2* shared_queries;               // [kTiles][kSteps][kWarp]
+  const uint2* shared_queries;  // [kTiles][kSteps][kWarp]
   float out[kTiles][kSteps][4];
   float maximum[kTiles][2], sum[kTiles][2];  // of logits in base 2; sum: this lane's keys only
-  KeyRange keys[kTiles][2];                  // visible to this lane's two columns of each tile
-  KeyRange all;                              // visible to every row: tiles inside need no comparison
+  KeyRange keys[kTiles][2];  // visible to this lane's two columns of each tile
+  KeyRange all;  // visible to every row: tiles inside need no comparison
   float slopes[kTiles][2];
 
   // Called by all threads of the block, behind a barrier.
@@ -358,7 +365,8 @@ struct State {
   }
 
   // B operand: lane l holds dims 2 * (l % 4) + {0, 1} and + 8 of column l / 4.
-  __device__ static void load_queries(const AttentionLaunch& a, const Segment& s, int t, int step, uint32_t (&pair)[2]) {
+  __device__ static void load_queries(const AttentionLaunch& a, const Segment& s, int t, int step,
+                                      uint32_t (&pair)[2]) {
     const AttentionParams& p = a.params;
     const int lane = threadIdx.x % kWarp, row = t * 8 + lane / 4;
     const bool valid = row < s.rows;
@@ -407,8 +415,7 @@ struct State {
       soften(scores[t], t, weights[t]);
     }
     {  // V^T: transposed matrices (dims 0-7, 8-15) x (keys 0-7, 8-15)
-      const uint32_t own =
-          stage + kKeys * kHeadSize * 2 + swizzled<kHeadSize>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+      const uint32_t own = stage + kKeys * kHeadSize * 2 + swizzled<kHeadSize>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const Fragment v = load_matrices_transposed((own ^ (step * 2 % 8 << 4)) + step * 2 / 8 * 128);
@@ -424,9 +431,12 @@ struct State {
     const int lane = threadIdx.x % kWarp;
     const int32_t first = tile * kKeys;
     if (p.softcap > 0.0f || p.alibi_slopes) {
-      const float4 logits = special_logits(p, {scores[0], scores[1], scores[2], scores[3]}, slopes[t][0], slopes[t][1],
-                                           first + lane / 4);
-      scores[0] = logits.x; scores[1] = logits.y; scores[2] = logits.z; scores[3] = logits.w;
+      const float4 logits =
+          special_logits(p, {scores[0], scores[1], scores[2], scores[3]}, slopes[t][0], slopes[t][1], first + lane / 4);
+      scores[0] = logits.x;
+      scores[1] = logits.y;
+      scores[2] = logits.z;
+      scores[3] = logits.w;
     } else {
       const float factor = p.scale * kLog2e;
 #pragma unroll
@@ -502,7 +512,9 @@ struct State {
 
 // Where dims dim .. dim + 3 of a row lie in what store_values wrote.
 template <int kHeadSize>
-__device__ int value_at(int row, int dim) { return row * kHeadSize + (dim ^ ((row >> 1 & 3) << 3)); }
+__device__ int value_at(int row, int dim) {
+  return row * kHeadSize + (dim ^ ((row >> 1 & 3) << 3));
+}
 
 // ---- The kernel ----
 
@@ -538,7 +550,7 @@ __device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<
 
 template <class T, int kHeadSize, int kTiles, bool kDeterministic>
 __global__ void __launch_bounds__(Shape<kHeadSize, kTiles>::kMaxWarps* kWarp, 2)
-attention(const __grid_constant__ AttentionLaunch a) {
+    attention(const __grid_constant__ AttentionLaunch a) {
   using S = Shape<kHeadSize, kTiles>;
   using Tiles = Loader<kHeadSize, kTiles, kDeterministic>;
   constexpr int kRows = S::kRows, kCount = kRows < S::kRowsPerMerge ? kRows : S::kRowsPerMerge;

@@ -13,9 +13,9 @@
 namespace paged_kv::cuda {
 
 inline constexpr int kMaxAttentionThreads = 256;
-inline constexpr int kPieces = 8;            // deterministic mode: most pieces of an item
-inline constexpr int kPieceKeys = 512;       // ... and fewest keys of a piece
-inline constexpr int kMaxSplitRows = 128;    // ... sequences with more rows than this are not cut
+inline constexpr int kPieces = 8;  // deterministic mode: most pieces of an item
+inline constexpr int kPieceKeys = 512;  // ... and fewest keys of a piece
+inline constexpr int kMaxSplitRows = 128;  // ... sequences with more rows than this are not cut
 
 // An item that several thread blocks shared, as the merging launch needs it. In key order, its partial results lie in
 // first_slot and then every slot_step-th slot from second_slot on. num_slots 0: nothing to do.
@@ -26,12 +26,12 @@ struct alignas(16) Record {
 
 // Scratch memory of a launch. A slot holds a partial result: kRows states, kRows rows of weighted values.
 struct Workspace {
-  int64_t* num_records;    // deterministic mode
-  Record* records;         // deterministic mode: one of each piece
-  float* slots;            // [2 of each thread block or one of each piece, slot_floats]
+  int64_t* num_records;  // deterministic mode
+  Record* records;  // deterministic mode: one of each piece
+  float* slots;  // [2 of each thread block or one of each piece, slot_floats]
   int64_t max_records;
   int64_t slot_floats;
-  int32_t row_stride;      // floats of one row of weighted values: head_size_v rounded up to 4
+  int32_t row_stride;  // floats of one row of weighted values: head_size_v rounded up to 4
 };
 
 // Division by a number that the host knows: one multiplication. For values below 2^31.
@@ -51,12 +51,12 @@ struct AttentionLaunch {
   const int32_t* block_table;
   int64_t table_stride;
   int32_t num_seqs, num_tokens, num_kv_heads, num_blocks, capacity, block_size;
-  int32_t log2_block_size;            // -1: no power of two
-  int32_t log2_line_tiles;            // so many tiles are one step of the line, that its length fits 31 bits
-  Divisor group;                      // query heads per kv head
+  int32_t log2_block_size;  // -1: no power of two
+  int32_t log2_line_tiles;  // so many tiles are one step of the line, that its length fits 31 bits
+  Divisor group;  // query heads per kv head
   int32_t window_left, window_right;  // clipped to 2^30
-  int32_t grid, warps;                // of the attention launch: thread blocks, and warps of one
-  int32_t max_rows;                   // of an item, if max_seqlen_q is the bound it should be
+  int32_t grid, warps;  // of the attention launch: thread blocks, and warps of one
+  int32_t max_rows;  // of an item, if max_seqlen_q is the bound it should be
   bool causal, deterministic;
   Workspace workspace;
   AttentionParams params;
@@ -84,16 +84,16 @@ __device__ inline KeyRange visible_to_any(const AttentionLaunch& a, const Sequen
 struct Segment {
   Sequence sequence;
   int32_t kv_head;
-  int32_t first_row, rows;        // packed rows of this row tile
-  int32_t tile_begin, tile_end;   // of keys, counted from key 0
-  KeyRange keys;                  // visible to any row of this tile; tiles outside are skipped
-  int32_t slot;                   // where the partial result goes, -1: it is the whole
+  int32_t first_row, rows;  // packed rows of this row tile
+  int32_t tile_begin, tile_end;  // of keys, counted from key 0
+  KeyRange keys;  // visible to any row of this tile; tiles outside are skipped
+  int32_t slot;  // where the partial result goes, -1: it is the whole
 };
 
 struct ScheduleMemory {
   uint32_t prefix[kMaxAttentionThreads];  // line steps before the sequences of a thread
   uint32_t sums[kMaxAttentionThreads / kWarp];
-  Sequence first[kMaxAttentionThreads];   // each thread's first sequence
+  Sequence first[kMaxAttentionThreads];  // each thread's first sequence
 };
 
 template <int kRows, int kKeys, bool kDeterministic>
@@ -160,7 +160,8 @@ class Schedule {
     Segment s;
     place(s, work, item, 0, 0);
     const int32_t last_block = block_of(begin + work.steps - 1);
-    return {2 * (block - 1) + 1, 2 * block, 2, last_block - block + 2, s.sequence.token, s.kv_head, s.first_row, s.rows};
+    return {2 * (block - 1) + 1, 2 * block, 2,           last_block - block + 2,
+            s.sequence.token,    s.kv_head, s.first_row, s.rows};
   }
 
   // While the lengths are on their way: all blocks together bring the table near, if it is small.
@@ -248,7 +249,8 @@ class Schedule {
     Work work = work_of(memory_.first[thread]);
     if (per_thread_ == 1) return work;
 #pragma unroll 1
-    for (uint32_t size; uint32_t(offset) >= (size = size_of_work(work)); work = work_of(sequence_at(work.sequence.index + 1)))
+    for (uint32_t size; uint32_t(offset) >= (size = size_of_work(work));
+         work = work_of(sequence_at(work.sequence.index + 1)))
       offset -= int32_t(size);
     return work;
   }
@@ -296,8 +298,8 @@ class Schedule {
 
   const AttentionLaunch& a_;
   ScheduleMemory& memory_;
-  int32_t total_;            // steps of the line
-  int32_t share_, larger_;   // steps of a part; how many parts have one more
+  int32_t total_;  // steps of the line
+  int32_t share_, larger_;  // steps of a part; how many parts have one more
   int32_t per_thread_, num_blocks_;
 };
 

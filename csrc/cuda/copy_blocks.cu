@@ -42,7 +42,8 @@ __device__ Pair pair_at(const Launch<kLanes, kPairs>& p, int64_t index) {
 // Pairs that copy nothing: -1, or a block onto itself.
 __device__ bool is_pair(Pair pair) {
   constexpr uint64_t kMaxBlocks = uint64_t(1) << 31;
-  return uint64_t(pair.source) < kMaxBlocks && uint64_t(pair.destination) < kMaxBlocks && pair.source != pair.destination;
+  return uint64_t(pair.source) < kMaxBlocks && uint64_t(pair.destination) < kMaxBlocks &&
+         pair.source != pair.destination;
 }
 
 __device__ uint32_t hash(uint32_t block) { return (block * 2654435761u) >> (32 - 12); }
@@ -162,8 +163,8 @@ __device__ void for_my_ranges(const Launch& p, Copy&& copy) {
 
 // A cycle of pairs, entered at pair `first`: its destination's old words are held in registers while the others move.
 template <class Launch, class Word>
-__device__ void copy_cycle(const Launch& p, const uint32_t* chained, int64_t* result, int64_t first, const CopyLane& lane,
-                           Range range) {
+__device__ void copy_cycle(const Launch& p, const uint32_t* chained, int64_t* result, int64_t first,
+                           const CopyLane& lane, Range range) {
   constexpr int64_t kStep = int64_t(kThreads) * sizeof(Word);
   for (int64_t base = range.begin; base < range.end; base += kStep) {
     const int64_t at = base + int64_t(threadIdx.x) * sizeof(Word);
@@ -175,7 +176,9 @@ __device__ void copy_cycle(const Launch& p, const uint32_t* chained, int64_t* re
     while (true) {
       auto* destination = reinterpret_cast<Word*>(lane.destination + pair.destination * lane.destination_stride + at);
       const bool last = pair.source == entry;
-      if (mine) *destination = last ? held : *reinterpret_cast<const Word*>(lane.source + pair.source * lane.source_stride + at);
+      if (mine)
+        *destination =
+            last ? held : *reinterpret_cast<const Word*>(lane.source + pair.source * lane.source_stride + at);
       if (last) break;
       pair = pair_at(p, search(p, chained, result, [&](Pair other) { return other.destination == pair.source; }));
     }
@@ -187,6 +190,7 @@ __device__ void copy_cycle(const Launch& p, const uint32_t* chained, int64_t* re
 template <class Launch>
 __device__ void copy_chains(const Launch& p, uint32_t* chained, int64_t* result) {
   const auto remove = [&](int64_t index) {
+    __syncthreads();  // everybody has read the bits
     if (threadIdx.x == 0) chained[index / 32] &= ~(1u << (index % 32));
     __syncthreads();
   };
@@ -243,7 +247,10 @@ template <int kLanes, int kPairs>
 __global__ void __launch_bounds__(kThreads) copy_pairs(const __grid_constant__ Launch<kLanes, kPairs> p) {
   extern __shared__ uint32_t chained[];  // [num_pairs / 32] bits, only if may_chain
   __shared__ union {
-    struct { uint32_t keys[kTableSize]; int32_t owners[kTableSize]; } table;
+    struct {
+      uint32_t keys[kTableSize];
+      int32_t owners[kTableSize];
+    } table;
     Pair list[kTilePairs];
   } shared;
   __shared__ int warp_counts[kThreads / kWarp];
@@ -280,13 +287,14 @@ int chunks_for(const CopyLane* lanes, int64_t num_lanes, int64_t num_pairs) {
   int64_t longest = 0;
   for (int64_t i = 0; i < num_lanes; ++i) longest = lanes[i].bytes > longest ? lanes[i].bytes : longest;
   const int64_t most = divide_up(longest, int64_t(kThreads) * 16 * kUnroll);
-  const int64_t wanted = divide_up(int64_t(current_device().num_sms) * kBlocksPerSm, num_lanes * (num_pairs < 8 ? num_pairs : 8));
+  const int64_t wanted =
+      divide_up(int64_t(current_device().num_sms) * kBlocksPerSm, num_lanes * (num_pairs < 8 ? num_pairs : 8));
   return int(most < 1 ? 1 : wanted < most ? wanted : most);
 }
 
 template <int kLanes, int kPairs>
-void launch(const CopyLane* lanes, int64_t num_lanes, const int64_t* block_mapping, int64_t num_pairs, int64_t max_blocks,
-            bool may_chain, cudaStream_t stream) {
+void launch(const CopyLane* lanes, int64_t num_lanes, const int64_t* block_mapping, int64_t num_pairs,
+            int64_t max_blocks, bool may_chain, cudaStream_t stream) {
   Launch<kLanes, kPairs> p{};
   p.block_mapping = kPairs > 1 ? nullptr : block_mapping;
   p.num_pairs = num_pairs;
@@ -326,9 +334,10 @@ void copy_pageable(const CopyBlocksParams& params, cudaStream_t stream) {
     const int64_t source = params.block_mapping[2 * i], destination = params.block_mapping[2 * i + 1];
     for (const CopyLane* lane = params.lanes; lane < params.lanes + params.num_lanes; ++lane) {
       if (!is_block(source, lane->source_blocks) || !is_block(destination, lane->destination_blocks)) continue;
-      check(cudaMemcpyAsync(lane->destination + destination * lane->destination_stride,
-                            lane->source + source * lane->source_stride, size_t(lane->bytes), cudaMemcpyDefault, stream),
-            "swap_blocks");
+      check(
+          cudaMemcpyAsync(lane->destination + destination * lane->destination_stride,
+                          lane->source + source * lane->source_stride, size_t(lane->bytes), cudaMemcpyDefault, stream),
+          "swap_blocks");
     }
   }
 }
@@ -339,14 +348,16 @@ void copy_with_host_mapping(const CopyBlocksParams& params, cudaStream_t stream)
   constexpr int kLanes = 128, kPairs = 1024;
   constexpr int64_t kMaxBlocks = 32;
   for (int64_t lane = 0; lane < params.num_lanes; ++lane) {
-    if (memory_of(params.lanes[lane].source) == Memory::pageable || memory_of(params.lanes[lane].destination) == Memory::pageable)
+    if (memory_of(params.lanes[lane].source) == Memory::pageable ||
+        memory_of(params.lanes[lane].destination) == Memory::pageable)
       return copy_pageable(params, stream);
   }
   for (int64_t lane = 0; lane < params.num_lanes; lane += kLanes) {
     const int64_t lanes = params.num_lanes - lane < kLanes ? params.num_lanes - lane : kLanes;
     for (int64_t pair = 0; pair < params.num_pairs; pair += kPairs) {
       const int64_t pairs = params.num_pairs - pair < kPairs ? params.num_pairs - pair : kPairs;
-      launch<kLanes, kPairs>(params.lanes + lane, lanes, params.block_mapping + 2 * pair, pairs, kMaxBlocks, false, stream);
+      launch<kLanes, kPairs>(params.lanes + lane, lanes, params.block_mapping + 2 * pair, pairs, kMaxBlocks, false,
+                             stream);
     }
   }
 }

@@ -17,7 +17,9 @@ __device__ Pair pair_at(const ForkParams& p, int64_t index) {
           source != destination && is_block(source, p.rows.num_seqs) && is_block(destination, p.rows.num_seqs)};
 }
 
-__device__ int64_t columns_of(const Rows& rows, int64_t row) { return blocks_for(length_of(rows, row), rows.block_size); }
+__device__ int64_t columns_of(const Rows& rows, int64_t row) {
+  return blocks_for(length_of(rows, row), rows.block_size);
+}
 
 __device__ Released given_up(const ForkParams& p, int64_t item) {
   const Pair pair = pair_at(p, item % p.num_pairs);

@@ -42,7 +42,8 @@ void launch(const GatherParams& p, const Cache& cache, void* dense, cudaStream_t
   const auto divides8 = [](int64_t value) { return value % 8 == 0; };
   const int64_t bytes = 8 * size_of(cache.dtype);
   const bool wide = divides8(cache.head_size) && divides8(cache.block_stride) && divides8(cache.slot_stride) &&
-                    divides8(cache.head_stride) && reinterpret_cast<intptr_t>(cache.data) % (bytes < 16 ? bytes : 16) == 0;
+                    divides8(cache.head_stride) &&
+                    reinterpret_cast<intptr_t>(cache.data) % (bytes < 16 ? bytes : 16) == 0;
   if (wide) {
     gather<8><<<unsigned(divide_up(elements / 8, kThreads)), kThreads, 0, stream>>>(p, cache, dense);
   } else {

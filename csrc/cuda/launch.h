@@ -53,7 +53,8 @@ void dispatch_float(DType dtype, Function&& function) {
     case DType::float32: return function(Type<float>{});
     case DType::float16: return function(Type<Float16>{});
     case DType::bfloat16: return function(Type<BFloat16>{});
-    default: throw std::invalid_argument("dtype must be float32, float16 or bfloat16, got " + std::to_string(int(dtype)));
+    default:
+      throw std::invalid_argument("dtype must be float32, float16 or bfloat16, got " + std::to_string(int(dtype)));
   }
 }
 

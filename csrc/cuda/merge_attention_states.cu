@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kThreads) merge(const __grid_constant__ MergeP
     load_floats(p.out_a, p.dtype, row * p.head_size + element, a);
     load_floats(p.out_b, p.dtype, row * p.head_size + element, b);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) a[i] = (weight_a == 0.0f ? 0.0f : weight_a * a[i]) + (weight_b == 0.0f ? 0.0f : weight_b * b[i]);
+    for (int i = 0; i < kVector; ++i)
+      a[i] = (weight_a == 0.0f ? 0.0f : weight_a * a[i]) + (weight_b == 0.0f ? 0.0f : weight_b * b[i]);
     store_floats(p.out, p.dtype, row * p.head_size + element, a);
   }
 }

@@ -82,11 +82,13 @@ void launch_general(const AttentionLaunch& launch, const AttentionPlan& plan, cu
   const Cache& cache = launch.params.key_cache;
   const int64_t bytes = 8 * size_of(cache.dtype);
   const bool wide = cache.head_size % 8 == 0 && cache.block_stride % 8 == 0 && cache.slot_stride % 8 == 0 &&
-                    cache.head_stride % 8 == 0 && reinterpret_cast<intptr_t>(cache.data) % (bytes < 16 ? bytes : 16) == 0;
+                    cache.head_stride % 8 == 0 &&
+                    reinterpret_cast<intptr_t>(cache.data) % (bytes < 16 ? bytes : 16) == 0;
   const int64_t shared_bytes = general::shared_bytes(launch);
-  const auto run = launch.deterministic
-                       ? (wide ? launch_kernel<general::attention<kDims, 8, true>> : launch_kernel<general::attention<kDims, 1, true>>)
-                       : (wide ? launch_kernel<general::attention<kDims, 8, false>> : launch_kernel<general::attention<kDims, 1, false>>);
+  const auto run = launch.deterministic ? (wide ? launch_kernel<general::attention<kDims, 8, true>>
+                                                : launch_kernel<general::attention<kDims, 1, true>>)
+                                        : (wide ? launch_kernel<general::attention<kDims, 8, false>>
+                                                : launch_kernel<general::attention<kDims, 1, false>>);
   run(Order::after_predecessor, plan.grid, general::kThreads, shared_bytes, launch, stream);
 }
 

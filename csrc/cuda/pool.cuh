@@ -52,7 +52,8 @@ __device__ inline void hold(const PoolState& pool, int32_t block) {
 
 __device__ inline void claim(const PoolState& pool, int32_t block, int64_t order) {
   if (!is_block(block, pool.num_blocks)) return;
-  if (*static_cast<volatile int32_t*>(&pool.ref_counts[block]) <= 0) atomicMin(&pool.ref_counts[block], int32_t(-order - 1));
+  if (*static_cast<volatile int32_t*>(&pool.ref_counts[block]) <= 0)
+    atomicMin(&pool.ref_counts[block], int32_t(-order - 1));
 }
 
 __device__ inline bool has_claimed(const PoolState& pool, int32_t block, int64_t order) {

@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Pa
   for (int i = 0; i < kTokensPerThread; ++i) {
     if (uint64_t(slots[i]) >= uint64_t(p.num_slots)) continue;
     const Slot slot = split_slot(slots[i], p.block_size);
-    auto* target = reinterpret_cast<Vector<Stored, kVector>*>(
-        stored + slot.block * side.cache.block_stride + slot.offset * side.cache.slot_stride);
+    auto* target = reinterpret_cast<Vector<Stored, kVector>*>(stored + slot.block * side.cache.block_stride +
+                                                              slot.offset * side.cache.slot_stride);
     *target = scaled ? convert<Stored>(rows[i], scale) : convert_unscaled<Stored>(rows[i]);
   }
 }
@@ -158,7 +158,8 @@ void launch_copy(Params p, cudaStream_t stream) {
   const int64_t spread = int64_t(current_device().num_sms) * 4;
   const int64_t most = divide_up(p.num_tokens, rows), least = divide_up(p.num_tokens, rows * kTokensPerThread);
   const int64_t columns = divide_up(positions, width);
-  const int64_t blocks = least * columns >= spread ? least : (most * columns < spread ? most : divide_up(spread, columns));
+  const int64_t blocks =
+      least * columns >= spread ? least : (most * columns < spread ? most : divide_up(spread, columns));
   const dim3 grid(unsigned(blocks < least ? least : blocks), unsigned(columns));
   copy_rows<Source, Stored, kVector><<<grid, dim3(unsigned(width), unsigned(rows)), 0, stream>>>(p);
 }
@@ -182,11 +183,13 @@ void launch(const Params& p, cudaStream_t stream) {
 
 void reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream) {
   if (params.num_tokens == 0 || params.num_kv_heads == 0) return;
-  const Params p{
-      {params.key, params.key_token_stride, params.key_head_stride, params.key_cache, 0},
-      {params.value, params.value_token_stride, params.value_head_stride, params.value_cache, 0},
-      params.slot_mapping, params.num_tokens, params.num_blocks * params.block_size, params.block_size,
-      int(params.num_kv_heads)};
+  const Params p{{params.key, params.key_token_stride, params.key_head_stride, params.key_cache, 0},
+                 {params.value, params.value_token_stride, params.value_head_stride, params.value_cache, 0},
+                 params.slot_mapping,
+                 params.num_tokens,
+                 params.num_blocks * params.block_size,
+                 params.block_size,
+                 int(params.num_kv_heads)};
   dispatch_float(params.dtype, [&](auto source) {
     dispatch_cache(params.key_cache.dtype, [&](auto stored) {
       launch<typename decltype(source)::type, typename decltype(stored)::type>(p, stream);

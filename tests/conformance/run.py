@@ -11,12 +11,14 @@ family's attention did not take the path it should. docs/conformance.md explains
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -96,16 +98,18 @@ class Runner:
         """The report of the plugin, a dict per test."""
         report, log = self.folder / f"{name}.jsonl", self.folder / f"{name}.log"
         arguments = ["-c", self.ini, "--rootdir", self.checkout, "--confcutdir", self.checkout / "tests"]
-        arguments += ["-p", "plugin", "-p", "no:cacheprovider", "-q", f"--timeout={self.timeout}"]
+        arguments += ["-p", "plugin", "-p", "no:cacheprovider", "-q"]
+        if importlib.util.find_spec("pytest_timeout"):
+            arguments.append(f"--timeout={self.timeout}")
         command = [sys.executable, "-m", "pytest", *arguments, "--paged-report", report, *options, *tests]
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
         }
         with log.open("w") as output:
-            subprocess.run(command, cwd=self.checkout, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        if not report.exists():
-            raise SystemExit(f"pytest did not start:\n{log.read_text()}")
+            code = subprocess.run(command, cwd=self.checkout, env=environment, stdout=output, stderr=output).returncode
+        if code not in (0, 1):  # all passed, some failed; anything else means that it did not run to its end
+            raise SystemExit(f"pytest ended with {code} on {name}:\n{log.read_text()[-4000:]}")
         return [json.loads(line) for line in report.read_text().splitlines()]
 
     def family(self, name: str) -> Family:
@@ -129,6 +133,7 @@ class Runner:
                 family.deviating.append(line | {"message": reason})
             else:
                 family.failed.append(line)
+        print(f"{name}: {len(family.passed)} passed, {len(family.failed)} failed", file=sys.stderr, flush=True)
         return family
 
 
@@ -170,14 +175,20 @@ def table(families: list[Family]) -> str:
 
 
 def remarks(families: list[Family]) -> Iterable[str]:
-    """A line for each test that did not simply pass, and each path not taken."""
+    """A line for each failure and deviation, for each reason why tests fail without us, and for each path not taken."""
     for family in families:
-        for kind in ("failed", "deviating", "failing_without"):
+        for kind in ("failed", "deviating"):
             for line in getattr(family, kind):
-                last = line["message"].strip().splitlines()[-1] if line["message"].strip() else ""
-                yield f"{kind.replace('_', ' ')}: {family.name} {line['test']}: {last[:200]}"
+                yield f"{kind}: {family.name} {line['test']}: {last_line(line['message'])}"
+        for reason, count in Counter(last_line(line["message"]) for line in family.failing_without).items():
+            yield f"failing without: {family.name}, {count}: {reason}"
         if family.wrong_path:
             yield f"failed: {family.name}: {family.wrong_path}"
+
+
+def last_line(message: str) -> str:
+    """What an error message ends with, where most say what is wrong."""
+    return message.strip().rpartition("\n")[2][:200]
 
 
 def main() -> int:
