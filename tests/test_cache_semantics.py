@@ -181,21 +181,19 @@ def test_a_forward_in_grad_mode_can_be_used_but_not_trained_through(llama: Any) 
     torch.testing.assert_close(logits, llama(**batch, past_key_values=DynamicCache()).logits)
 
 
-def test_padding_of_a_later_step_sees_nothing(llama: Any) -> None:
-    """Its positions lie past keys by then; what comes out there is what comes out of padding in a first step."""
-    batch = models.prompts([9, 9])
-    cache = PagedKVCache(llama.config, block_size=BLOCK)
-    llama(**batch, past_key_values=cache)
-    mask = torch.cat([batch["attention_mask"], torch.tensor([[0, 0, 1], [1, 1, 1]])], dim=1)
-    layers: list[Tensor] = []
-    attend = cache.attend
-    cache.attend = lambda *args, **kwargs: layers.append(attend(*args, **kwargs)) or layers[-1]  # type: ignore[method-assign, func-returns-value]
-    llama(input_ids=batch["input_ids"][:, :3], attention_mask=mask, past_key_values=cache)
-    assert len(layers) == llama.config.num_hidden_layers
-    for out in layers:
-        assert (out[0, :2] == 0).all()
-        assert (out[0, 2] != 0).any()
-        assert (out[1] != 0).any(-1).all()
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_padding_after_tokens_attends_as_in_transformers(family: str) -> None:
+    """After a right-padded prompt generate takes the next token from a padding position; a later step has such too."""
+    model, batch, results = models.tiny(family), models.prompts([5, 5, 5]), []  # within the window
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [0, 1, 0, 1, 0]])
+    later = torch.cat([torch.ones_like(mask), torch.tensor([[0, 1], [1, 0], [1, 1]])], dim=1)
+    for cache in (DynamicCache, PagedKVCache):
+        prompt = prefill(model, {"input_ids": batch["input_ids"], "attention_mask": mask}, cache(config=model.config))
+        chat = cache(config=model.config)
+        prefill(model, batch, chat)
+        step = prefill(model, {"input_ids": batch["input_ids"][:, :2], "attention_mask": later}, chat)
+        results.append((prompt[:, -1], step[:, -1]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_paged_cross_cache() -> None:

@@ -177,7 +177,9 @@ class PagedKVCache(nn.Module):
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def pad(self, mask: Tensor | None, length: int) -> None:
-        """Say which positions of the coming step hold a token. The others take no slot, see nothing and are not seen.
+        """Say which positions of the coming step hold a token. The others take no slot and are not seen.
+
+        Nor do they see anything, unless :meth:`attend` is given a mask that lets them.
 
         Args:
             mask: bool ``[num_seqs, seen + length]`` over all positions so far and the new ones; None = all hold one.
@@ -309,7 +311,7 @@ class PagedKVCache(nn.Module):
             mask=None if mask is None else self._packed_mask(mask, step),
         )
         out = out.view(step.num_seqs, step.length, *out.shape[1:])
-        if step.num_new is not None:  # padding lies on earlier positions now, and would see the keys before them
+        if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
             position = torch.arange(step.length, device=out.device)
             out.masked_fill_((position < step.length - step.num_new[:, None])[:, :, None, None], 0)
         if step.order is None:

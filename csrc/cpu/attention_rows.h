@@ -55,7 +55,7 @@ struct Ahead {
         offset(offsets),
         end(offsets + count),
         bytes(row_bytes),
-        line(of + *offsets),
+        line(count ? of + *offsets : of),
         row_end(line + row_bytes) {}
 
   PAGED_KV_INLINE void fetch_line() {

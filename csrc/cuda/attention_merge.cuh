@@ -15,8 +15,8 @@ struct Partial {
   float4 values{0.0f, 0.0f, 0.0f, 0.0f};
 };
 
-// Merges partial results at once: no step waits for another, since these run when nothing else is left to do. Parts that
-// have seen no key have a maximum of -inf and zeros.
+// Merges partial results at once: no step waits for another, since these run when nothing else is left to do. Parts
+// that have seen no key have a maximum of -inf and zeros.
 template <int kCount>
 __device__ Partial combine(const Partial (&parts)[kCount]) {
   Partial merged;

@@ -2,10 +2,10 @@
 // captured graph replays right for other lengths. docs/kernels/decode.md draws it.
 //
 // An item is one (sequence, kv head, row tile): kRows packed rows (query token, head of the group) that share keys. Its
-// keys are cut into tiles of kKeys. All tiles of all items lie on one line; thread block w takes the w-th of equal parts
-// of it, so all have the same work whatever the lengths are. A part may begin and end inside an item: then the block has
-// a partial result, and a second launch merges those. Deterministic mode instead cuts each item into pieces that depend
-// on its own sequence alone, and deals the pieces out.
+// keys are cut into tiles of kKeys. All tiles of all items lie on one line; thread block w takes the w-th of equal
+// parts of it, so all have the same work whatever the lengths are. A part may begin and end inside an item: then the
+// block has a partial result, and a second launch merges those. Deterministic mode instead cuts each item into pieces
+// that depend on its own sequence alone, and deals the pieces out.
 #pragma once
 
 #include "device.cuh"

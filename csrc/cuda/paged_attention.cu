@@ -1,5 +1,5 @@
-// paged_attention, host side: which kernel, how large a grid, where its partial results lie. The kernels find out on the
-// device who does what (attention_schedule.cuh). docs/kernels/decode.md.
+// paged_attention, host side: which kernel, how large a grid, where its partial results lie. The kernels find out on
+// the device who does what (attention_schedule.cuh). docs/kernels/decode.md.
 #include "attention_general.cuh"
 #include "attention_launch.h"
 #include "kernels.h"

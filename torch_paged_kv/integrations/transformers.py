@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ from torch_paged_kv.integrations import families
 from torch_paged_kv.storage import KVPool
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+_collector: Any = None  # of what hooks collect in the running forward
+if importlib.util.find_spec("transformers.utils.output_capturing"):  # since Transformers 5
+    _collector = getattr(importlib.import_module("transformers.utils.output_capturing"), "_active_collector", None)
 
 GATHERED_MODELS = families.gathered(VERSION)
 
@@ -277,6 +282,9 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is not None and attention_mask.shape[0] == 0:
             attention_mask, causal = None, True  # what make_mask says of a causal mask
+        window = sliding_window if self._config is None else layer.window
+        if attention_mask is None and causal and self._padding_attends(handle.step):
+            attention_mask = self._visible(query.shape[2], window).to(query.device)
         sinks = sinks if s_aux is None else s_aux
         out = self.attend(
             handle.step,
@@ -284,7 +292,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             query.detach(),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             causal=causal,
-            window=sliding_window if self._config is None else layer.window,
+            window=window,
             softcap=softcap or 0.0,
             sinks=None if sinks is None else sinks.detach(),
             mask=attention_mask,
@@ -318,13 +326,23 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, lowest)
         return _without_backward(key, query), _without_backward(value, query), mask
 
+    def _padding_attends(self, step: Step) -> bool:
+        """Whether padding follows tokens of its row, and attends to them.
+
+        So it is everywhere in Transformers: generate takes the token after a right-padded prompt from such a position.
+        """
+        if step.num_new is None or torch.compiler.is_compiling():
+            return False
+        return step.order is not None or self.seen > step.length
+
     def _visible(self, length: int, window: int | None) -> Tensor:
         """Which positions the last ``length`` ones see: bool ``[num_seqs, 1, length, seen]`` on the CPU."""
         stored = self._mirror().stored()
-        position = torch.arange(stored.shape[1])
-        distance = position[-length:, None] - position
-        visible = (distance >= 0) & (distance < (window or stored.shape[1]))
-        return visible & stored[:, None, None, :]
+        position, tokens = torch.arange(stored.shape[1]), stored.cumsum(1)  # [seen], [num_seqs, seen]
+        visible = stored[:, None] & (position <= position[-length:, None])
+        if window is not None:  # in tokens: padding between them does not count
+            visible &= tokens[:, None] > tokens[:, -length:, None] - window
+        return visible[:, None]
 
     def mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Number of key positions with the coming ones, and the first of them; tells the mask function who asks."""
@@ -546,9 +564,14 @@ def _needs_dense(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
     """Whether something is asked of a layer that only its own implementation has: attention weights, dropout."""
     config = getattr(module, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
-    if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
+    if arguments.get("output_attentions") or getattr(config, "output_attentions", False) or _collects_weights():
         return implementation == "eager"
     return bool(arguments.get("dropout")) and implementation in ("eager", "sdpa")
+
+
+def _collects_weights() -> bool:
+    """Whether the running forward collects weights by hooks: some models take the argument for themselves."""
+    return _collector is not None and "attentions" in (_collector.get() or ())
 
 
 class _WithoutBackward(torch.autograd.Function):
