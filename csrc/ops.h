@@ -37,10 +37,8 @@ inline constexpr OpSchema kOps[] = {
     {"merge_attention_states",
      "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor? sinks=None) "
      "-> (Tensor out, Tensor lse)"},
-    {"copy_blocks",
-     "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()"},
-    {"swap_blocks",
-     "swap_blocks(Tensor[] source_caches, Tensor(a!)[] destination_caches, Tensor block_mapping) -> ()"},
+    {"copy_blocks", "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()"},
+    {"swap_blocks", "swap_blocks(Tensor[] source_caches, Tensor(a!)[] destination_caches, Tensor block_mapping) -> ()"},
     {"gather_blocks",
      "gather_blocks(Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, SymInt max_len, *, "
      "ScalarType? dtype=None, Tensor? key_scale=None, Tensor? value_scale=None) -> (Tensor key, Tensor value)"},

@@ -62,16 +62,16 @@ struct AttentionParams {
   const float* sinks;            // [num_heads] or null: one logit more in the softmax, with no value
   Mask mask;
   bool deterministic;
-  void* workspace;               // CUDA: scratch of paged_attention_workspace(params) bytes, 256-byte aligned; CPU: null
+  void* workspace;  // CUDA: scratch of paged_attention_workspace(params) bytes, 256-byte aligned; CPU: null
 };
 
 struct ReshapeAndCacheParams {
-  const void* key;               // [num_tokens, num_kv_heads, head_size], last dim contiguous
-  const void* value;             // [num_tokens, num_kv_heads, head_size_v], last dim contiguous
-  DType dtype;                   // of key and value
+  const void* key;  // [num_tokens, num_kv_heads, head_size], last dim contiguous
+  const void* value;  // [num_tokens, num_kv_heads, head_size_v], last dim contiguous
+  DType dtype;  // of key and value
   int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
   Cache key_cache, value_cache;
-  const int64_t* slot_mapping;   // [num_tokens] contiguous; outside 0 .. num_blocks * block_size - 1 = write nothing
+  const int64_t* slot_mapping;  // [num_tokens] contiguous; outside 0 .. num_blocks * block_size - 1 = write nothing
   int64_t num_tokens, num_kv_heads, num_blocks, block_size;
 };
 
@@ -83,12 +83,12 @@ struct CopyLane {
   const char* source;
   char* destination;
   int64_t source_stride, destination_stride;  // bytes from block to block
-  int64_t bytes;                              // contiguous bytes of a block
+  int64_t bytes;  // contiguous bytes of a block
   int64_t source_blocks, destination_blocks;  // valid block numbers are 0 .. n - 1; a pair outside is skipped
 };
 
 struct CopyBlocksParams {
-  const CopyLane* lanes;         // host memory, valid during the call
+  const CopyLane* lanes;  // host memory, valid during the call
   int64_t num_lanes;
   const int64_t* block_mapping;  // [num_pairs, 2] contiguous (source, destination)
   int64_t num_pairs;
@@ -96,20 +96,23 @@ struct CopyBlocksParams {
 
 struct GatherParams {
   Cache key_cache, value_cache;
-  const int32_t* block_table;    // [num_seqs, max_blocks], last dim contiguous
+  const int32_t* block_table;  // [num_seqs, max_blocks], last dim contiguous
   int64_t block_table_stride;
-  const int32_t* seq_lens;       // [num_seqs]
+  const int32_t* seq_lens;  // [num_seqs]
   int64_t num_seqs, num_kv_heads, num_blocks, block_size, max_blocks, max_len;
-  void* key;                     // [num_seqs, num_kv_heads, max_len, head_size] contiguous; row s ends at column max_len
-  void* value;                   // [num_seqs, num_kv_heads, max_len, head_size_v] contiguous
-  DType dtype;                   // of key and value
+  void* key;  // [num_seqs, num_kv_heads, max_len, head_size] contiguous; row s ends at column max_len
+  void* value;  // [num_seqs, num_kv_heads, max_len, head_size_v] contiguous
+  DType dtype;  // of key and value
 };
 
-struct MergeParams {             // all contiguous
-  const void* out_a; const void* out_b;     // [num_tokens, num_heads, head_size]
-  const float* lse_a; const float* lse_b;   // [num_tokens, num_heads]
-  const float* sinks;                       // [num_heads] or null
-  void* out; float* lse;
+struct MergeParams {  // all contiguous
+  const void* out_a;
+  const void* out_b;  // [num_tokens, num_heads, head_size]
+  const float* lse_a;
+  const float* lse_b;  // [num_tokens, num_heads]
+  const float* sinks;  // [num_heads] or null
+  void* out;
+  float* lse;
   DType dtype;
   int64_t num_tokens, num_heads, head_size;
 };
@@ -118,39 +121,39 @@ struct MergeParams {             // all contiguous
 enum Counter : int { kHead, kTail, kFailures, kWanted, kNumCounters };
 
 struct PoolState {
-  int32_t* free_ring;            // [num_blocks] free block numbers, longest-released first from head to tail
-  int32_t* ref_counts;           // [num_blocks] table entries that hold the block
-  int64_t* counters;             // [kNumCounters]: head, tail, failed allocations, blocks wanted by the first of them
+  int32_t* free_ring;  // [num_blocks] free block numbers, longest-released first from head to tail
+  int32_t* ref_counts;  // [num_blocks] table entries that hold the block
+  int64_t* counters;  // [kNumCounters]: head, tail, failed allocations, blocks wanted by the first of them
   int64_t num_blocks;
 };
 
 struct Rows {
-  int32_t* block_table;          // [num_groups, num_seqs, max_blocks] contiguous; -1 = unmapped
-  int32_t* seq_lens;             // [num_seqs] contiguous
+  int32_t* block_table;  // [num_groups, num_seqs, max_blocks] contiguous; -1 = unmapped
+  int32_t* seq_lens;  // [num_seqs] contiguous
   int64_t num_groups, num_seqs, max_blocks, block_size;
 };
 
 struct AllocateParams {
   Rows rows;
   PoolState pool;
-  const int32_t* cu_seqlens_q;   // [num_seqs + 1]
-  const int32_t* num_new;        // [num_seqs] or null (= the whole span)
-  const int32_t* retain;         // [num_groups] or null; tokens before this step that stay readable, -1 = all
+  const int32_t* cu_seqlens_q;  // [num_seqs + 1]
+  const int32_t* num_new;  // [num_seqs] or null (= the whole span)
+  const int32_t* retain;  // [num_groups] or null; tokens before this step that stay readable, -1 = all
   int64_t num_tokens;
-  int64_t* slot_mapping;         // [num_groups, num_tokens] out
-  int64_t* block_mapping;        // [num_groups * num_seqs, 2] out
+  int64_t* slot_mapping;  // [num_groups, num_tokens] out
+  int64_t* block_mapping;  // [num_groups * num_seqs, 2] out
 };
 
 struct FreeParams {
   Rows rows;
   PoolState pool;
-  const int32_t* new_lens;       // [num_seqs]
+  const int32_t* new_lens;  // [num_seqs]
 };
 
 struct ForkParams {
   Rows rows;
   PoolState pool;
-  const int64_t* source_rows;    // [num_pairs]
+  const int64_t* source_rows;  // [num_pairs]
   const int64_t* destination_rows;
   int64_t num_pairs;
 };
