@@ -43,10 +43,10 @@ DynamicCache = cache_utils.DynamicCache
 made = {"paged": 0, "dynamic": 0}  # caches that the running test asked for
 
 
-class _StandIn(type):
-    """Metaclass of what stands where ``DynamicCache`` stood."""
+class StandIn:
+    """What the name ``DynamicCache`` means under this plugin: a class to all that use it as one."""
 
-    def __call__(cls, ddp_cache_data: Any = None, config: Any = None, **options: Any) -> Any:
+    def __call__(self, ddp_cache_data: Any = None, config: Any = None, **options: Any) -> Any:
         """A paged cache, unless it is to hold given tensors or to live in host memory."""
         if ddp_cache_data is not None or options.get("offloading"):
             made["dynamic"] += 1
@@ -54,23 +54,31 @@ class _StandIn(type):
         made["paged"] += 1
         return PagedKVCache(config)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, DynamicCache)
 
-    def __subclasscheck__(cls, subclass: type) -> bool:
+    def __subclasscheck__(self, subclass: type) -> bool:
         return issubclass(subclass, DynamicCache)
 
+    def __mro_entries__(self, bases: Any) -> tuple[type]:
+        return (DynamicCache,)  # what a model's own cache derives from
 
-class PagedStandIn(metaclass=_StandIn):
-    """What the name ``DynamicCache`` means under this plugin."""
+    def __or__(self, other: Any) -> Any:
+        return DynamicCache | other  # in annotations
+
+    __ror__ = __or__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(DynamicCache, name)
 
 
 def substitute() -> None:
     """Put the stand-in wherever Transformers holds ``DynamicCache``; modules loaded later find it in cache_utils."""
-    transformers.DynamicCache = PagedStandIn
+    stand_in = StandIn()
+    transformers.DynamicCache = stand_in
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "transformers" and vars(module).get("DynamicCache") is DynamicCache:
-            module.DynamicCache = PagedStandIn  # type: ignore[attr-defined]
+            module.DynamicCache = stand_in  # type: ignore[attr-defined]
 
 
 class Report:

@@ -55,8 +55,14 @@ MODELS = [
 FILES = {"cache_utils": "tests/utils/test_cache_utils.py", "generation_utils": "tests/generation/test_utils.py"}
 ABOUT_CACHES = "generat or beam or assisted or cache or contrastive or dola or prompt_lookup or past or left_padding"
 
-# (family, test, reason): regular expressions, matched in full. Tests that fail because the cache differs by design.
-DEVIATIONS: list[tuple[str, str, str]] = []
+# (family, test, reason), the first two regular expressions: tests that fail because the cache differs by design.
+DEVIATIONS: list[tuple[str, str, str]] = [
+    (
+        "gpt_neox",
+        "test_cached_forward_with_and_without_attention_mask",
+        "assigns cache.layers[i].keys, which are copies here; copy.deepcopy(cache) is how a cache is copied",
+    ),
+]
 
 
 @dataclass
