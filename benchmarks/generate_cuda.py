@@ -1,6 +1,6 @@
 """A model of Llama-3-8B's shape with random weights: generate and compiled decode steps with each kind of cache.
 
-`python benchmarks/generate_cuda.py [--layers 32] [--out DIR] [--only NAME ...]` prints a row per measurement as it is made
+`python benchmarks/generate_cuda.py [--layers 32] [--out DIR] [--only NAME ...]` prints a row per measurement
 and writes generate.json. Times are medians; a step is one token of every row.
 """
 
