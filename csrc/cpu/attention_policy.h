@@ -20,6 +20,13 @@ static inline int64_t stream_heads(int64_t rows_per_head, int64_t head_size, int
   return heads < 1 ? 1 : heads;
 }
 
+// Jobs to divide the KV heads of a sequence among, where chunks of its `keys` keys are too few for the threads.
+static inline int64_t head_parts(int64_t keys, int64_t num_seqs, int threads, bool deterministic) {
+  if (threads == 1 || deterministic || keys < 64) return 1;
+  const int64_t items = num_seqs * (keys < 128 ? 1 : keys / 128);
+  return (2 * int64_t{threads} + items - 1) / items;
+}
+
 // Keys of a stream tile: 8 KiB of one head's keys, the distance at which prefetching pays best.
 static inline int stream_tile_keys(int row_bytes, int most) { return int(clamp(8192 / row_bytes / 16 * 16, 16, most)); }
 

@@ -114,7 +114,7 @@ KeyRange visible_to_any(const AttentionParams& p, int64_t seq_len, int64_t first
   return keys;
 }
 
-void add_jobs(const AttentionParams& p, int64_t seq, std::vector<Job>& jobs) {
+void add_jobs(const AttentionParams& p, int64_t seq, int threads, std::vector<Job>& jobs) {
   const Span span = span_of(p.cu_seqlens_q, seq, p.num_tokens);
   const int64_t queries = span.end - span.begin, group = p.num_heads / p.num_kv_heads;
   const int64_t size = p.key_cache.head_size, size_v = p.value_cache.head_size;
@@ -126,7 +126,9 @@ void add_jobs(const AttentionParams& p, int64_t seq, std::vector<Job>& jobs) {
   job.group_end = group;
   job.num_chunks = 1;
   const int64_t tile = job.tiled ? policy::tile_queries(group, size, size_v) : queries;
-  const int64_t heads = job.tiled ? 1 : policy::stream_heads(queries * group, size, size_v);
+  const int64_t parts = policy::head_parts(job.seq_len, p.num_seqs, threads, p.deterministic);
+  const int64_t part = (p.num_kv_heads + parts - 1) / parts;
+  const int64_t heads = job.tiled ? 1 : std::min(part, policy::stream_heads(queries * group, size, size_v));
   for (int64_t begin = 0; begin < queries; begin += tile) {
     const int64_t end = std::min(begin + tile, queries);
     job.query_begin = span.begin + begin;
@@ -160,7 +162,7 @@ void make_plan(const AttentionParams& p, const AttentionKernels& kernels, int th
   plan.jobs.clear();
   plan.items.clear();
   plan.total_cost = plan.scratch_bytes = plan.state_floats = 0;
-  for (int64_t seq = 0; seq < p.num_seqs; ++seq) add_jobs(p, seq, plan.jobs);
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) add_jobs(p, seq, threads, plan.jobs);
   for (const Job& job : plan.jobs) plan.total_cost += policy::cost(job, p.key_cache.head_size, p.value_cache.head_size);
   if (!policy::is_worth_threads(plan.total_cost)) threads = 1;
   for (size_t i = 0; i < plan.jobs.size(); ++i) split_job(p, kernels, int64_t(i), threads, plan);
