@@ -72,7 +72,7 @@ LAYERS = [
     ["_library", "errors"],
     ["reference"],
     ["ops"],
-    ["pool", "layout", "lengths"],
+    ["pool", "layout", "lengths", "step"],
     ["storage"],
     ["cache"],
     ["prefix", "offload", "stats"],

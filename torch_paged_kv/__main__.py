@@ -21,7 +21,7 @@ def info(arguments: argparse.Namespace) -> int:
         "torch": torch.__version__,
         "transformers": _version("transformers"),
         "cpu": f"kernels, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
-        "cuda": _cuda(_library._find("_C_cuda") is not None),
+        "cuda": _cuda(_library.find_library("_C_cuda") is not None),
     }
     for name, value in lines.items():
         print(f"{name:<15} {value}")

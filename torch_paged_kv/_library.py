@@ -9,7 +9,8 @@ import torch
 _DIRECTORY = Path(__file__).parent
 
 
-def _find(name: str) -> Path | None:
+def find_library(name: str) -> Path | None:
+    """Path of a built library by its name without suffix, or None."""
     return next(iter(sorted(_DIRECTORY.glob(f"{name}*.so"))), None)
 
 
@@ -19,7 +20,7 @@ def load_libraries() -> None:
     Raises:
         ImportError: The package was not built.
     """
-    cpu_library, cuda_library = _find("_C_cpu"), _find("_C_cuda")
+    cpu_library, cuda_library = find_library("_C_cpu"), find_library("_C_cuda")
     if cpu_library is None:
         raise ImportError(f"{_DIRECTORY} must hold _C_cpu*.so, got none: build it with `pip install .`")
     torch.ops.load_library(cpu_library)

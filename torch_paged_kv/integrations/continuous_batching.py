@@ -275,11 +275,8 @@ def _counts_as_flash(original: Callable[..., bool], *args: Any, **kwargs: Any) -
 
 def _has_block_tables(original: Callable[..., None], config: Any, options: Any, *args: Any) -> None:
     """Keep the block tables of our implementation, on any device, where Transformers has them: not with windows."""
-    wanted = options.max_blocks_per_request
     if config._attn_implementation != NAME or _has_sliding_layers(config):
         original(config, options, *args)
-    else:
-        options.max_blocks_per_request = wanted
 
 
 def _has_sliding_layers(config: Any) -> bool:

@@ -28,8 +28,8 @@ from transformers import DynamicCache, masking_utils, modeling_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from torch_paged_kv import cache as core
-from torch_paged_kv.cache import Step
 from torch_paged_kv.integrations import families
+from torch_paged_kv.step import Step
 from torch_paged_kv.storage import KVPool
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])

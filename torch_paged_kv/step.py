@@ -1,0 +1,46 @@
+"""What the layers of one step share, and where a cache stands between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Step:
+    """What the layers of one step share. Its tokens are the flattened ``[num_seqs, length]`` batch."""
+
+    num_seqs: int
+    length: int
+    slot_mapping: tuple[Tensor, ...]  # per group: int64 [num_tokens]
+    block_table: tuple[Tensor, ...]  # per group: int32 [num_seqs, max_blocks]
+    seq_lens: Tensor  # int32 [num_seqs], this step's tokens included
+    cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
+    num_new: Tensor | None  # int32 [num_seqs] tokens; None = no padding
+    order: Tensor | None  # int64 [num_seqs, length]: moves tokens to the right of their row; None = they are there
+    written: int = -1  # last layer that wrote
+
+
+@dataclass
+class Padding:
+    """Which positions of the coming step hold a token."""
+
+    num_new: Tensor  # int32 [num_seqs]
+    real: Tensor | None  # bool [num_seqs, length] on the CPU; None inside a compiled graph
+    order: Tensor | None  # as in Step
+
+
+@dataclass
+class Progress:
+    """Where the cache stands between steps and within one: plain state, as a module's attributes are slow to set."""
+
+    step: Step | None = None  # begun and not yet written by every layer
+    padding: Padding | None = None  # of the coming step
+    mirror_stale: bool = False  # steps ran inside a compiled graph since the host last looked
+    announced: tuple[int, int] | None = None  # the coming step as the host expects it: positions, blocks
+    trusted: bool = False  # the mirror holds announced steps that it has not compared with the tensors
+    keeping_past: bool = False  # sliding windows hold on to what leaves them ...
+    cropped: bool = False  # ... until a crop
+    pending: Any = None  # the layer that wrote and has not attended; for integrations
