@@ -75,7 +75,9 @@ LAYERS = [
     ["pool", "layout", "lengths", "step"],
     ["storage"],
     ["cache"],
-    ["prefix", "offload", "stats"],
+    ["prefix", "offload", "files"],
+    ["stats"],
+    ["plots"],
     ["integrations"],
     ["_models", "demo", "__main__"],
 ]

@@ -13,12 +13,14 @@ from .pool import BlockPool
 if TYPE_CHECKING:
     from .integrations.patching import paged, patch, unpatch
     from .integrations.transformers import PagedKVCache
+    from .prefix import PrefixCache
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "BlockPool",
     "OutOfBlocksError",
     "PagedKVCache",
+    "PrefixCache",
     "__version__",
     "ops",
     "paged",
@@ -33,9 +35,9 @@ def __getattr__(name: str) -> Any:
 
     ``PagedKVCache`` is the one that Transformers' models take where Transformers is installed.
     """
-    if name not in ("PagedKVCache", "paged", "patch", "unpatch"):
+    if name not in ("PagedKVCache", "PrefixCache", "paged", "patch", "unpatch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = ".integrations.patching"
+    place = ".prefix" if name == "PrefixCache" else ".integrations.patching"
     if name == "PagedKVCache":
         place = ".cache" if importlib.util.find_spec("transformers") is None else ".integrations.transformers"
     module = importlib.import_module(place, __name__)

@@ -126,7 +126,11 @@ class PagedKVCache(nn.Module):
     def check(self) -> None:
         """Raise if the accounts of the pool do not close; the pool must be this cache's alone."""
         if self._rows is not None:
-            self.pool.check((self._rows.block_table, self._rows.seq_lens))
+            self.pool.check(*self.tables())
+
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Block table and lengths, as :meth:`BlockPool.check` takes them; none before the first write."""
+        return [] if self._rows is None else [(self._rows.block_table, self._rows.seq_lens)]
 
     def _slots(self) -> tuple[int, int]:
         """Slots of the mapped blocks of this cache's tables, and how many of them hold a token."""
@@ -311,6 +315,69 @@ class PagedKVCache(nn.Module):
         return key.gather(2, back.expand(key.shape)), value.gather(2, back.expand(value.shape))
 
     # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def share(self, pool: KVPool) -> None:
+        """Take another cache's pool, unless this one has a pool already."""
+        if self._pool is None:
+            self._pool = pool
+
+    @property
+    def within_step(self) -> bool:
+        """Whether a step has begun that some layer has not written."""
+        step = self._progress.step
+        return step is not None and step.written < len(self._places) - 1
+
+    def adopt(self, blocks: Tensor, seen: int, real: Tensor | None = None) -> None:
+        """Begin with sequences whose keys and values lie in blocks that somebody holds; the cache shares them.
+
+        Args:
+            blocks: int32 ``[num_groups, num_seqs, columns]``, their block table; -1 = none, as behind a window.
+            seen: positions of the padded batch.
+            real: bool ``[num_seqs, seen]`` on the CPU, which of them hold a token; None = all.
+
+        Raises:
+            ValueError: the cache is not empty, or its layers fall into another number of groups.
+        """
+        num_groups, num_seqs, columns = blocks.shape
+        if self.seen:
+            raise ValueError(f"the cache must be empty to adopt sequences, got {self.seen} positions")
+        if num_groups != len(self._group_windows):
+            raise ValueError(f"blocks must have num_groups = {len(self._group_windows)}, got {num_groups}")
+        if self.num_seqs != num_seqs:
+            self._new_rows(num_seqs)
+        rows, pool = self._rows, self.pool
+        assert rows is not None
+        if columns > rows.block_table.shape[2]:
+            rows.widen(columns)
+        self._lengths = Lengths.of(num_seqs)
+        self._advance(seen, real, released=False)
+        if self._sliding:
+            self._lengths.floor = list(self._lengths.lens)
+        table = blocks.to(pool.device)
+        rows.block_table[:, :, :columns] = table
+        rows.seq_lens.copy_(torch.tensor(self._lengths.lens, dtype=torch.int32))
+        rows.seen.fill_(seen)
+        pool.retain(table)
+        pool.shared = True
+
+    def table(self) -> Tensor:
+        """The used columns of the block table on the CPU: int32 ``[num_groups, num_seqs, columns]``.
+
+        Synchronises on CUDA.
+        """
+        if self._rows is None:
+            return torch.empty(len(self._group_windows), 0, 0, dtype=torch.int32)
+        columns = -(-max(self.seq_lens(), default=0) // self.block_size)
+        return self._rows.block_table[:, :, :columns].cpu()
+
+    def stored(self) -> Tensor:
+        """Which positions of the padded batch hold a token: bool ``[num_seqs, seen]`` on the CPU."""
+        return self._mirror().stored()
+
+    @property
+    def group_windows(self) -> list[int | None]:
+        """Sliding window of each group of layers, None = full attention."""
+        return list(self._group_windows)
 
     def reorder(self, source_rows: Tensor) -> None:
         """Row i becomes row ``source_rows[i]``: tables and reference counts move, no keys or values.
@@ -528,10 +595,7 @@ class PagedKVCache(nn.Module):
         if self.num_seqs != num_seqs:
             if self.seen:
                 raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")
-            # A pool of given size is never outgrown by the widest table it can fill.
-            width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
-            self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
-            self._lengths = Lengths.of(num_seqs)
+            self._new_rows(num_seqs)
         rows, pool = self._rows, self.pool
         assert rows is not None
         counts = [length] * num_seqs if padding is None or padding.real is None else padding.real.sum(1).tolist()
@@ -540,6 +604,12 @@ class PagedKVCache(nn.Module):
         if widest > width:
             rows.widen(max(widest, 2 * width))
         return pool.make_room(wanted * len(self._group_windows))
+
+    def _new_rows(self, num_seqs: int) -> None:
+        # A pool of given size is never outgrown by the widest table it can fill.
+        width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
+        self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
+        self._lengths = Lengths.of(num_seqs)
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()

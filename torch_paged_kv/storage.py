@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ class KVPool(BlockPool):
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
         self.bound_stale = False
         self._abandoned: list[Rows] = []  # of caches that are gone; their blocks go back when somebody counts
+        self._abandoned_blocks: list[int] = []  # likewise, of holders without rows
+        self._reclaimers: list[weakref.WeakMethod[Callable[[int], int]]] = []
 
     def lane(self, index: int) -> Tensor:
         """Storage of lane ``index``: ``[num_blocks, elements]``."""
@@ -72,6 +75,19 @@ class KVPool(BlockPool):
         """Take the rows of a cache that is gone: called by the garbage collector, so no tensor is touched here."""
         self._abandoned.append(rows)
 
+    def abandon_blocks(self, blocks: Iterable[int]) -> None:
+        """Take blocks whose holder is gone: called by the garbage collector, so no tensor is touched here."""
+        self._abandoned_blocks += blocks
+
+    def add_reclaimer(self, reclaim: Callable[[int], int]) -> None:
+        """Ask ``reclaim(wanted)`` when a pool of given size has too few free blocks.
+
+        Args:
+            reclaim: a method that gives up as many blocks as are wanted, or as many as it can, and tells how many. The
+                pool does not keep its object alive.
+        """
+        self._reclaimers.append(weakref.WeakMethod(reclaim))
+
     def free_rows(self, rows: Rows) -> None:
         """Give all blocks of rows back."""
         self.free(rows.block_table, rows.seq_lens, torch.zeros_like(rows.seq_lens))
@@ -92,6 +108,8 @@ class KVPool(BlockPool):
         if self.bound_stale or wanted > self.free_bound:
             self.free_bound = self.num_free
             self.bound_stale = False
+            if not self.growable:
+                self.free_bound += self._reclaim(wanted - self.free_bound)
         return wanted <= self.free_bound
 
     def take(self, wanted: int) -> None:
@@ -113,9 +131,21 @@ class KVPool(BlockPool):
         """Bytes of one block over all its lanes."""
         return sum(lane.shape[1] * lane.element_size() for lane in self.lanes())
 
+    def _reclaim(self, wanted: int) -> int:
+        """Blocks that others gave up so that ``wanted`` more become free."""
+        gained = 0
+        for reference in self._reclaimers:
+            reclaim = reference()
+            if reclaim is not None and gained < wanted:
+                gained += reclaim(wanted - gained)
+        return gained
+
     def _collect(self) -> None:
         while self._abandoned:
             self.free_rows(self._abandoned.pop())
+        if self._abandoned_blocks:
+            blocks, self._abandoned_blocks = self._abandoned_blocks, []
+            self.release(torch.tensor(blocks, dtype=torch.int32))
 
     def _set_lane(self, index: int, lane: Tensor) -> None:
         self.register_buffer(f"lane_{index}", lane, persistent=False)
