@@ -316,10 +316,24 @@ class PagedKVCache(nn.Module):
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
-    def share(self, pool: KVPool) -> None:
-        """Take another cache's pool, unless this one has a pool already."""
+    def share(self, pool: KVPool, shapes: dict[int, LayerShape]) -> None:
+        """Take another cache's pool and the shapes of its layers, unless this one has a pool already.
+
+        Args:
+            pool: of another cache of the same model.
+            shapes: what that cache's :meth:`shapes` gives.
+        """
         if self._pool is None:
             self._pool = pool
+        if self._pool is pool and not self._shapes:
+            self._shapes = dict(shapes)
+            if self._windows is None:
+                known = range(len(self._places), max(shapes, default=-1) + 1)
+                self._places += [LayerPlace(0, lane, None) for lane in known]
+
+    def shapes(self) -> dict[int, LayerShape]:
+        """Sizes of the rows of each layer that was written."""
+        return dict(self._shapes)
 
     @property
     def within_step(self) -> bool:

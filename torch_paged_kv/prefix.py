@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .cache import PagedKVCache
+from .layout import LayerShape
 from .storage import KVPool
 
 __all__ = ["Label", "PrefixCache", "block_digests", "root_digest"]
@@ -120,6 +121,7 @@ class _Store:
     max_tokens: int | None
     pool: KVPool | None = None
     layout: str = ""
+    shapes: dict[int, LayerShape] = field(default_factory=dict)  # of the layers, as the first cache wrote them
     entries: OrderedDict[bytes, list[int]] = field(
         default_factory=OrderedDict
     )  # digest -> a block per group, -1 = none
@@ -136,6 +138,7 @@ class _Store:
         """Entries whose blocks nobody else holds, least recently used first. Synchronises on CUDA."""
         if self.pool is None or not self.entries:
             return
+        self.pool.collect()
         counts: list[int] = self.pool.ref_counts.tolist()
         for digest, entry in list(self.entries.items()):
             blocks = [block for block in entry if block >= 0]
@@ -304,8 +307,8 @@ class PrefixCache:
         batch = prompts if isinstance(prompts, Batch) else self.batch(cache, prompts, attention_mask)
         store = self._store
         if store.pool is not None:
-            cache.share(store.pool)
-            self.bind(cache, store.pool)
+            cache.share(store.pool, store.shapes)
+            self.bind(cache, cache.pool)
         found = [self._find(row) for row in batch.rows]
         position = self._common(cache, batch, found)
         if count:
@@ -365,6 +368,7 @@ class PrefixCache:
             raise ValueError("the cache must be between two steps: every layer written")
         self.bind(cache, cache.pool)
         store, known = self._store, len(self._store.entries)
+        store.shapes = store.shapes or cache.shapes()
         self._make_room(batch)
         table: list[list[list[int]]] = cache.table().tolist()  # [num_groups][num_seqs][columns]
         whole = [length // cache.block_size for length in cache.seq_lens()]

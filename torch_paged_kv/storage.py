@@ -95,12 +95,12 @@ class KVPool(BlockPool):
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds. Synchronises on CUDA."""
-        self._collect()
+        self.collect()
         return super().num_free
 
     def check(self, *tables: tuple[Tensor, Tensor]) -> None:
         """Raise unless the accounts close, as :meth:`BlockPool.check` says."""
-        self._collect()
+        self.collect()
         super().check(*tables)
 
     def has_room(self, wanted: int) -> bool:
@@ -140,7 +140,8 @@ class KVPool(BlockPool):
                 gained += reclaim(wanted - gained)
         return gained
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Take the blocks of holders that are gone back."""
         while self._abandoned:
             self.free_rows(self._abandoned.pop())
         if self._abandoned_blocks:

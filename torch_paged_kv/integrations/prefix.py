@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationMixin
 
@@ -21,6 +22,8 @@ from torch_paged_kv.prefix import PrefixCache
 if TYPE_CHECKING:
     from torch_paged_kv.integrations.transformers import PagedKVCache
 
+# Earlier releases compute a prompt in chunks as if the cache were empty.
+_CHUNKS_FROM_THE_BEGINNING = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
 LOOPS = ("_sample", "_beam_search")
 # What a loop is given beside the prompt that leaves the keys and values of its tokens as they are.
 _HARMLESS = {"attention_mask", "cache", "cache_position", "generation_config", "logits_processor", "logits_to_keep"}
@@ -95,6 +98,9 @@ def _admit(
     if cache.seen:
         return True  # a chat goes on: nothing to look for, but what is new will be remembered
     batch = prefix_cache.batch(cache, input_ids, arguments.get("attention_mask"))
+    if _CHUNKS_FROM_THE_BEGINNING and _chunk_size(arguments):
+        cache.expect_prompts(batch)
+        return True
     for tokens in prefix_cache.shared_within(cache, batch):
         _compute(model, cache, prefix_cache, tokens, arguments)
     prefix_cache.attach(cache, batch)
@@ -140,7 +146,7 @@ def _compute(
     settings = {"use_cache": True, _name_of(cache, arguments): cache}
     if "logits_to_keep" in arguments:
         settings["logits_to_keep"] = 1
-    chunk = getattr(arguments.get("generation_config"), "prefill_chunk_size", None) or len(tokens)
+    chunk = _chunk_size(arguments) or len(tokens)
     device = model.get_input_embeddings().weight.device
     try:
         prefix_cache.attach(cache, batch, count=False)
@@ -149,6 +155,11 @@ def _compute(
         prefix_cache.register_batch(cache, batch)
     finally:
         cache.reset()
+
+
+def _chunk_size(arguments: dict[str, Any]) -> int | None:
+    size: int | None = getattr(arguments.get("generation_config"), "prefill_chunk_size", None)
+    return size
 
 
 def _name_of(cache: PagedKVCache, arguments: dict[str, Any]) -> str:
