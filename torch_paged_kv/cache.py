@@ -86,6 +86,11 @@ class PagedKVCache(nn.Module):
         return self._pool
 
     @property
+    def has_pool(self) -> bool:
+        """Whether the pool exists."""
+        return self._pool is not None
+
+    @property
     def num_seqs(self) -> int:
         """Rows of the batch; 0 before the first write."""
         return 0 if self._rows is None else self._rows.num_seqs
@@ -305,7 +310,7 @@ class PagedKVCache(nn.Module):
         if torch.compiler.is_compiling():
             raise RuntimeError("gather has a data-dependent shape: call it outside of the compiled graph")
         rows, lengths = self._rows, self._mirror()
-        if rows is None:
+        if rows is None or layer not in self._shapes:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
         table = rows.block_table[self._places[layer].group]
         key, value = ops.gather_blocks(*self.caches(layer), table, rows.seq_lens, lengths.seen)
@@ -316,24 +321,41 @@ class PagedKVCache(nn.Module):
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
-    def share(self, pool: KVPool, shapes: dict[int, LayerShape]) -> None:
-        """Take another cache's pool and the shapes of its layers, unless this one has a pool already.
-
-        Args:
-            pool: of another cache of the same model.
-            shapes: what that cache's :meth:`shapes` gives.
-        """
+    def share(self, pool: KVPool) -> None:
+        """Take another cache's pool, unless this one has a pool already."""
         if self._pool is None:
             self._pool = pool
-        if self._pool is pool and not self._shapes:
-            self._shapes = dict(shapes)
-            if self._windows is None:
-                known = range(len(self._places), max(shapes, default=-1) + 1)
-                self._places += [LayerPlace(0, lane, None) for lane in known]
+
+    def prepare(self, shapes: dict[int, LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+        """Make ready what the first write makes otherwise: the pool, and the memory of each layer.
+
+        Args:
+            shapes: of the layers.
+            dtype: of the keys to come.
+            device: of the keys to come.
+
+        Raises:
+            ValueError: a layer was written with another shape, or the pool is of another dtype or device.
+        """
+        for layer, shape in sorted(shapes.items()):
+            if layer in self._shapes:
+                if self._shapes[layer] != shape:
+                    raise ValueError(f"layer {layer} must have {self._shapes[layer]}, got {shape}")
+                continue
+            key, value = (  # sizes alone matter
+                torch.empty((), dtype=dtype, device=device).expand(1, shape.num_kv_heads, 1, size)
+                for size in (shape.head_size, shape.head_size_v)
+            )
+            self._add_layer(layer, key, value)
 
     def shapes(self) -> dict[int, LayerShape]:
         """Sizes of the rows of each layer that was written."""
         return dict(self._shapes)
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """Dtype of the keys and values that come and are gathered."""
+        return self.dtype or self.pool.lane(0).dtype
 
     @property
     def within_step(self) -> bool:
@@ -387,6 +409,15 @@ class PagedKVCache(nn.Module):
     def stored(self) -> Tensor:
         """Which positions of the padded batch hold a token: bool ``[num_seqs, seen]`` on the CPU."""
         return self._mirror().stored()
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Sliding window of each layer that is known, None = full attention."""
+        return [place.window for place in self._places]
+
+    def group(self, layer: int) -> int:
+        """Which of the block tables a layer reads."""
+        return self._places[layer].group
 
     @property
     def group_windows(self) -> list[int | None]:
@@ -546,7 +577,7 @@ class PagedKVCache(nn.Module):
         if self._pool.device != key.device:
             raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
         self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
-        self._shapes[layer] = shape
+        self._shapes[layer] = self._pool.shapes[layer] = shape
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)

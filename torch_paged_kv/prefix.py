@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from .cache import PagedKVCache
-from .layout import LayerShape
 from .storage import KVPool
 
 __all__ = ["Label", "PrefixCache", "block_digests", "root_digest"]
@@ -121,7 +120,6 @@ class _Store:
     max_tokens: int | None
     pool: KVPool | None = None
     layout: str = ""
-    shapes: dict[int, LayerShape] = field(default_factory=dict)  # of the layers, as the first cache wrote them
     entries: OrderedDict[bytes, list[int]] = field(
         default_factory=OrderedDict
     )  # digest -> a block per group, -1 = none
@@ -156,6 +154,11 @@ class _Store:
         return len(blocks)
 
     def reclaim(self, wanted: int) -> int:
+        """What the pool calls when it is short of blocks. One that grows does so instead; ``max_tokens`` bounds it."""
+        assert self.pool is not None
+        return 0 if self.pool.growable else self.evict(wanted)
+
+    def evict(self, wanted: int) -> int:
         """Give up ``wanted`` blocks or somewhat more, as far as there are any; how many."""
         assert self.pool is not None
         wanted = max(wanted, self.pool.num_blocks // EVICTED_AT_LEAST)
@@ -307,7 +310,7 @@ class PrefixCache:
         batch = prompts if isinstance(prompts, Batch) else self.batch(cache, prompts, attention_mask)
         store = self._store
         if store.pool is not None:
-            cache.share(store.pool, store.shapes)
+            cache.share(store.pool)
             self.bind(cache, cache.pool)
         found = [self._find(row) for row in batch.rows]
         position = self._common(cache, batch, found)
@@ -368,7 +371,6 @@ class PrefixCache:
             raise ValueError("the cache must be between two steps: every layer written")
         self.bind(cache, cache.pool)
         store, known = self._store, len(self._store.entries)
-        store.shapes = store.shapes or cache.shapes()
         self._make_room(batch)
         table: list[list[list[int]]] = cache.table().tolist()  # [num_groups][num_seqs][columns]
         whole = [length // cache.block_size for length in cache.seq_lens()]
@@ -387,7 +389,7 @@ class PrefixCache:
         Returns:
             How many were given up: less if there are no more, somewhat more in a large pool. Synchronises on CUDA.
         """
-        return 0 if self._store.pool is None else self._store.reclaim(num_blocks)
+        return 0 if self._store.pool is None else self._store.evict(num_blocks)
 
     def clear(self) -> None:
         """Forget every block; those that no sequence holds are free."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from .layout import LayerShape
 from .pool import BlockPool
 
 GROWTH = 1.5  # a pool without a given size grows by this factor
@@ -31,6 +32,7 @@ class KVPool(BlockPool):
         super().__init__(num_blocks, block_size, device)
         self.growable = growable
         self.num_lanes = 0
+        self.shapes: dict[int, LayerShape] = {}  # of the layers of the caches that share it, as far as written
         self.generation = 0  # changes when lanes move in memory
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
@@ -80,11 +82,11 @@ class KVPool(BlockPool):
         self._abandoned_blocks += blocks
 
     def add_reclaimer(self, reclaim: Callable[[int], int]) -> None:
-        """Ask ``reclaim(wanted)`` when a pool of given size has too few free blocks.
+        """Ask ``reclaim(wanted)`` when there are too few free blocks.
 
         Args:
-            reclaim: a method that gives up as many blocks as are wanted, or as many as it can, and tells how many. The
-                pool does not keep its object alive.
+            reclaim: a method that lets go of as many blocks as are wanted, or as many as it can, and tells how many.
+                The pool does not keep its object alive.
         """
         self._reclaimers.append(weakref.WeakMethod(reclaim))
 
@@ -108,8 +110,7 @@ class KVPool(BlockPool):
         if self.bound_stale or wanted > self.free_bound:
             self.free_bound = self.num_free
             self.bound_stale = False
-            if not self.growable:
-                self.free_bound += self._reclaim(wanted - self.free_bound)
+            self._reclaim(wanted)
         return wanted <= self.free_bound
 
     def take(self, wanted: int) -> None:
@@ -131,14 +132,12 @@ class KVPool(BlockPool):
         """Bytes of one block over all its lanes."""
         return sum(lane.shape[1] * lane.element_size() for lane in self.lanes())
 
-    def _reclaim(self, wanted: int) -> int:
-        """Blocks that others gave up so that ``wanted`` more become free."""
-        gained = 0
+    def _reclaim(self, wanted: int) -> None:
+        """Let others give blocks up until ``wanted`` are free."""
         for reference in self._reclaimers:
             reclaim = reference()
-            if reclaim is not None and gained < wanted:
-                gained += reclaim(wanted - gained)
-        return gained
+            if reclaim is not None and wanted > self.free_bound and reclaim(wanted - self.free_bound) > 0:
+                self.free_bound = self.num_free  # what they let go of may have other holders
 
     def collect(self) -> None:
         """Take the blocks of holders that are gone back."""
