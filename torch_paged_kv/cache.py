@@ -404,7 +404,7 @@ class PagedKVCache(nn.Module):
         if self._rows is None:
             return torch.empty(len(self._group_windows), 0, 0, dtype=torch.int32)
         columns = -(-max(self.seq_lens(), default=0) // self.block_size)
-        return self._rows.block_table[:, :, :columns].cpu()
+        return self._rows.block_table[:, :, :columns].to("cpu", copy=True)
 
     def stored(self) -> Tensor:
         """Which positions of the padded batch hold a token: bool ``[num_seqs, seen]`` on the CPU."""
