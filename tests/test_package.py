@@ -80,7 +80,9 @@ LAYERS = [
     ["stats"],
     ["plots"],
     ["integrations"],
-    ["_models", "demo", "__main__"],
+    ["_models", "demo"],
+    ["commands"],
+    ["__main__"],
 ]
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -337,7 +337,7 @@ class PagedKVCache(nn.Module):
         Raises:
             ValueError: a layer was written with another shape, or the pool is of another dtype or device.
         """
-        for layer, shape in sorted(shapes.items()):
+        for layer, shape in sorted(shapes.items()):  # a copy: the pool's own may be given
             if layer in self._shapes:
                 if self._shapes[layer] != shape:
                     raise ValueError(f"layer {layer} must have {self._shapes[layer]}, got {shape}")
@@ -351,11 +351,6 @@ class PagedKVCache(nn.Module):
     def shapes(self) -> dict[int, LayerShape]:
         """Sizes of the rows of each layer that was written."""
         return dict(self._shapes)
-
-    @property
-    def key_dtype(self) -> torch.dtype:
-        """Dtype of the keys and values that come and are gathered."""
-        return self.dtype or self.pool.lane(0).dtype
 
     @property
     def within_step(self) -> bool:
@@ -383,6 +378,7 @@ class PagedKVCache(nn.Module):
             self._new_rows(num_seqs)
         rows, pool = self._rows, self.pool
         assert rows is not None
+        self.prepare(pool.shapes, pool.key_dtype, pool.device)
         if columns > rows.block_table.shape[2]:
             rows.widen(columns)
         self._lengths = Lengths.of(num_seqs)
@@ -414,6 +410,11 @@ class PagedKVCache(nn.Module):
     def windows(self) -> list[int | None]:
         """Sliding window of each layer that is known, None = full attention."""
         return [place.window for place in self._places]
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of storage that the layers take, as far as they are known."""
+        return max((place.lane for place in self._places), default=-1) + 1
 
     def group(self, layer: int) -> int:
         """Which of the block tables a layer reads."""
@@ -578,6 +579,7 @@ class PagedKVCache(nn.Module):
             raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
         self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
         self._shapes[layer] = self._pool.shapes[layer] = shape
+        self._pool.key_dtype = key.dtype
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)

@@ -69,7 +69,7 @@ def save(
         "windows": json.dumps(cache.windows),
         "shapes": json.dumps([[layer, *_sizes(shape)] for layer, shape in sorted(shapes.items())]),
         "dtype": str(cache.caches(0)[0].dtype).removeprefix("torch."),
-        "key_dtype": str(cache.key_dtype).removeprefix("torch."),
+        "key_dtype": str(cache.pool.key_dtype).removeprefix("torch."),
         "tokens": "" if input_ids is None else _digest_of_tokens(input_ids, sequences),
         "digest": _digest(tensors),
     }

@@ -33,6 +33,7 @@ class KVPool(BlockPool):
         self.growable = growable
         self.num_lanes = 0
         self.shapes: dict[int, LayerShape] = {}  # of the layers of the caches that share it, as far as written
+        self.key_dtype = torch.float32  # of the last layer's keys, as they came
         self.generation = 0  # changes when lanes move in memory
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
