@@ -72,7 +72,8 @@ def usage(monitor: Monitor) -> Any:
     colours = [KINDS[kind][0] for kind in ("one sequence", "cached")]
     axes.stackplot(seconds, *layers, labels=["held by sequences", KINDS["cached"][1]], colors=colours, step="post")
     axes.step(seconds, series["blocks_total"], where="post", color="black", label="blocks of the pool")
-    axes.set(xlabel="seconds", ylabel="blocks", xlim=(0, max(seconds)), ylim=(0, None))
+    axes.set(xlabel="seconds", ylabel="blocks", ylim=(0, None))
+    axes.margins(x=0)
     handles, labels = axes.get_legend_handles_labels()
     if "prefix_hit_tokens" in series:
         right = axes.twinx()
