@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .errors import OutOfBlocksError
-from .layout import LayerPlace, LayerShape, cache_views, place_layers
+from .layout import LayerKind, LayerPlace, LayerShape, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
 from .step import Padding, Progress, Step
@@ -326,18 +326,16 @@ class PagedKVCache(nn.Module):
         if self._pool is None:
             self._pool = pool
 
-    def prepare(self, shapes: dict[int, LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, layers: dict[int, LayerKind]) -> None:
         """Make ready what the first write makes otherwise: the pool, and the memory of each layer.
 
         Args:
-            shapes: of the layers.
-            dtype: of the keys to come.
-            device: of the keys to come.
+            layers: what the keys and values to come are like.
 
         Raises:
             ValueError: a layer was written with another shape, or the pool is of another dtype or device.
         """
-        for layer, shape in sorted(shapes.items()):  # a copy: the pool's own may be given
+        for layer, (shape, dtype, device) in sorted(layers.items()):
             if layer in self._shapes:
                 if self._shapes[layer] != shape:
                     raise ValueError(f"layer {layer} must have {self._shapes[layer]}, got {shape}")
@@ -347,10 +345,6 @@ class PagedKVCache(nn.Module):
                 for size in (shape.head_size, shape.head_size_v)
             )
             self._add_layer(layer, key, value)
-
-    def shapes(self) -> dict[int, LayerShape]:
-        """Sizes of the rows of each layer that was written."""
-        return dict(self._shapes)
 
     @property
     def within_step(self) -> bool:
@@ -378,7 +372,7 @@ class PagedKVCache(nn.Module):
             self._new_rows(num_seqs)
         rows, pool = self._rows, self.pool
         assert rows is not None
-        self.prepare(pool.shapes, pool.key_dtype, pool.device)
+        self.prepare(pool.layers)
         if columns > rows.block_table.shape[2]:
             rows.widen(columns)
         self._lengths = Lengths.of(num_seqs)
@@ -578,8 +572,8 @@ class PagedKVCache(nn.Module):
         if self._pool.device != key.device:
             raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
         self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
-        self._shapes[layer] = self._pool.shapes[layer] = shape
-        self._pool.key_dtype = key.dtype
+        self._shapes[layer] = shape
+        self._pool.layers[layer] = LayerKind(shape, key.dtype, key.device)
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .cache import PagedKVCache
-from .layout import LayerShape
+from .layout import LayerKind, LayerShape
 from .sequences import Sequences, restore
 
 __all__ = ["load", "save"]
@@ -59,17 +59,16 @@ def save(
     if input_ids is not None and input_ids.shape != sequences.real.shape:
         raise ValueError(f"input_ids must have the shape {list(sequences.real.shape)}, got {list(input_ids.shape)}")
     tensors = {"block_table": sequences.table, "real": sequences.real.to(torch.uint8)}
-    shapes = cache.shapes()
-    size = cache.pool.block_bytes * len(blocks) if blocks else 0
-    for layer in _shown(sorted(shapes), "saving", size):
+    layers = sorted(cache.pool.layers.items())
+    for layer, _ in _shown(layers, "saving", cache.pool.block_bytes * len(blocks)):
         tensors |= _layer_tensors(cache, layer, sequences, blocks)
     metadata = {
         "format": FORMAT,
         "block_size": str(cache.block_size),
         "windows": json.dumps(cache.windows),
-        "shapes": json.dumps([[layer, *_sizes(shape)] for layer, shape in sorted(shapes.items())]),
+        "shapes": json.dumps([[layer, *_sizes(kind.shape)] for layer, kind in layers]),
         "dtype": str(cache.caches(0)[0].dtype).removeprefix("torch."),
-        "key_dtype": str(cache.pool.key_dtype).removeprefix("torch."),
+        "key_dtype": str(layers[0][1].dtype).removeprefix("torch."),
         "tokens": "" if input_ids is None else _digest_of_tokens(input_ids, sequences),
         "digest": _digest(tensors),
     }
@@ -117,15 +116,16 @@ def load(
     _require_dtype(cache, metadata["dtype"])
     if input_ids is not None and metadata["tokens"] != _digest_of_tokens(input_ids, sequences):
         raise ValueError("input_ids must be the tokens that the file was made from")
-    known = cache.pool.shapes if cache.has_pool else {}
+    known = cache.pool.layers if cache.has_pool else {}
     for layer, shape in shapes.items():
         if layer in known:
-            _require(f"layer {layer}", _sizes(known[layer]), _sizes(shape))
+            _require(f"layer {layer}", _sizes(known[layer].shape), _sizes(shape))
     _check_table(cache, sequences)
     had_pool = cache.has_pool
     place = cache.pool.device if had_pool else torch.device(device or "cpu")
+    key_dtype: torch.dtype = getattr(torch, metadata["key_dtype"])
     try:
-        cache.prepare(shapes, getattr(torch, metadata["key_dtype"]), place)
+        cache.prepare({layer: known.get(layer, LayerKind(shape, key_dtype, place)) for layer, shape in shapes.items()})
         _check_tensors(cache, sequences, {layer: _parts(cache, layer) for layer in shapes}, tensors)
     except BaseException:
         if not had_pool:
@@ -133,12 +133,12 @@ def load(
         raise
 
     def fill(blocks: list[int]) -> None:
-        numbers = torch.tensor(blocks, dtype=torch.int64, device=place)
+        numbers = torch.tensor(blocks, dtype=torch.int64)
         for layer in _shown(sorted(shapes), "loading", cache.pool.block_bytes * len(blocks)):
-            used = numbers[_blocks_of(cache, layer, sequences).to(place)]
+            used = numbers[_blocks_of(cache, layer, sequences)]
             for part, target in _parts(cache, layer).items():  # the pool may have grown
                 if target.dim() >= 3:
-                    target[used] = tensors[f"layers.{layer}.{part}"].to(place)
+                    target[used.to(target.device)] = tensors[f"layers.{layer}.{part}"].to(target.device)
 
     restore(cache, sequences, fill)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 MAX_GROUPS = 16
@@ -35,6 +37,14 @@ class LayerShape:
     def elements(self, block_size: int) -> int:
         """Elements of one block of this layer."""
         return block_size * self.num_kv_heads * (self.head_size + self.head_size_v)
+
+
+class LayerKind(NamedTuple):
+    """What the first write of a layer tells: sizes, dtype and device of its keys and values as they come."""
+
+    shape: LayerShape
+    dtype: torch.dtype
+    device: torch.device
 
 
 def layers_per_group(counts: Sequence[int]) -> int:

@@ -83,7 +83,7 @@ class HostTier:
         num_blocks: blocks that the tier has room for.
 
     Raises:
-        ValueError: the pool has no memory yet, or ``num_blocks`` is not positive.
+        ValueError: the pool has no memory yet, or on several devices, or ``num_blocks`` is not positive.
     """
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
@@ -91,6 +91,7 @@ class HostTier:
             raise ValueError(f"num_blocks must be >= 1, got {num_blocks}")
         if pool.num_lanes == 0:
             raise ValueError("pool must have its memory: write every layer of a cache first")
+        _check_device(pool)
         self.pool = pool
         self.num_blocks = num_blocks
         self._lanes = [_host_lane(lane, num_blocks) for lane in pool.lanes()]
@@ -222,6 +223,7 @@ class HostTier:
     def _check(self, cache: PagedKVCache) -> None:
         if not cache.has_pool or cache.pool is not self.pool:
             raise ValueError("the cache must be of the pool of the tier: PagedKVCache(..., pool=tier.pool)")
+        _check_device(self.pool)
         lanes = [lane.shape[1:] for lane in self.pool.lanes()]
         if lanes != [lane.shape[1:] for lane in self._lanes]:
             raise ValueError("the tier must be made after every layer of the pool's caches was written")
@@ -241,6 +243,12 @@ class HostTier:
         for lane in self.pool.lanes():  # a pool that grows or is dropped must not give this memory away before
             lane.record_stream(self._stream)
         self._counts.times.append((start, end))
+
+
+def _check_device(pool: KVPool) -> None:
+    for lane in pool.lanes():
+        if lane.device != pool.device:
+            raise ValueError(f"pool must have all its memory on {pool.device}, got some on {lane.device}")
 
 
 def _pairs(sources: list[int], destinations: list[int]) -> Tensor:

@@ -78,8 +78,11 @@ def restore(cache: PagedKVCache, sequences: Sequences, fill: Callable[[list[int]
     pool = cache.pool
     if cache.seen:
         raise ValueError(f"the cache must be empty, got {cache.seen} positions")
-    if not pool.make_room(sequences.num_blocks):
-        raise OutOfBlocksError(sequences.num_blocks, pool.num_free)
+    if not pool.has_room(sequences.num_blocks):
+        if not pool.growable:
+            raise OutOfBlocksError(sequences.num_blocks, pool.num_free)
+        pool.grow(pool.num_blocks + sequences.num_blocks - pool.free_bound)
+    pool.take(sequences.num_blocks)
     acquired = pool.acquire(sequences.num_blocks)
     try:
         blocks: list[int] = acquired.tolist()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .layout import LayerShape
+from .layout import LayerKind
 from .pool import BlockPool
 
 GROWTH = 1.5  # a pool without a given size grows by this factor
@@ -32,8 +32,7 @@ class KVPool(BlockPool):
         super().__init__(num_blocks, block_size, device)
         self.growable = growable
         self.num_lanes = 0
-        self.shapes: dict[int, LayerShape] = {}  # of the layers of the caches that share it, as far as written
-        self.key_dtype = torch.float32  # of the last layer's keys, as they came
+        self.layers: dict[int, LayerKind] = {}  # of the caches that share it, as far as written
         self.generation = 0  # changes when lanes move in memory
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
