@@ -217,8 +217,8 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         if prefix_cache is not None:
             prefix_hooks.check_config(config, all(isinstance(layer, PagedLayer) for layer in layers))
             prefix_hooks.install()
-            if self._pool is None:
-                self._pool = prefix_cache.pool
+            if prefix_cache.pool is not None:
+                self.share(prefix_cache.pool)
             if self._pool is not None:
                 prefix_cache.bind(self, self._pool)
         transformers.Cache.__init__(self, layers=layers)
