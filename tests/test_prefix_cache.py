@@ -569,6 +569,22 @@ def test_a_chat_that_keeps_its_cache_is_remembered(llama: Any) -> None:
     assert prefix_cache.stats()["cached_tokens"] >= tokens - 2 * (2 * BLOCK - 1)
 
 
+def test_what_a_finished_row_is_padded_with_is_not_remembered(llama: Any) -> None:
+    batch = models.prompts([20, 20], seed=5)
+    free = models.generate(llama, batch, models.dynamic().new(llama), eos_token_id=None).tokens[0]
+    end = int(free[0, 22])  # the third token of the first row's answer
+    assert end not in free[1, 20:]
+    prefix_cache = PrefixCache(max_tokens=400)
+    result = models.generate(llama, batch, caches(prefix_cache).new(llama), eos_token_id=end, max_new_tokens=40)
+    length = result.tokens[0].shape[1] - 1
+    assert length > 50
+    known = [
+        len(prefix_cache._find(row))
+        for row in prefix_cache.batch(PagedKVCache(llama.config, block_size=4), result.tokens[0]).rows
+    ]
+    assert known == [23 // BLOCK, length // BLOCK]
+
+
 def test_a_pool_of_given_size(llama: Any) -> None:
     """Prompts that fit only one at a time: the older ones are given up."""
     prefix_cache = PrefixCache()
