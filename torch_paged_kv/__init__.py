@@ -11,6 +11,7 @@ from .errors import OutOfBlocksError
 from .pool import BlockPool
 
 if TYPE_CHECKING:
+    from .integrations.estimate import estimate
     from .integrations.patching import paged, patch, unpatch
     from .integrations.transformers import PagedKVCache
     from .prefix import PrefixCache
@@ -22,6 +23,7 @@ __all__ = [
     "PagedKVCache",
     "PrefixCache",
     "__version__",
+    "estimate",
     "ops",
     "paged",
     "patch",
@@ -35,9 +37,10 @@ def __getattr__(name: str) -> Any:
 
     ``PagedKVCache`` is the one that Transformers' models take where Transformers is installed.
     """
-    if name not in ("PagedKVCache", "PrefixCache", "paged", "patch", "unpatch"):
+    places = {"PrefixCache": ".prefix", "estimate": ".integrations.estimate"}
+    if name not in (*places, "PagedKVCache", "paged", "patch", "unpatch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = ".prefix" if name == "PrefixCache" else ".integrations.patching"
+    place = places.get(name, ".integrations.patching")
     if name == "PagedKVCache":
         place = ".cache" if importlib.util.find_spec("transformers") is None else ".integrations.transformers"
     module = importlib.import_module(place, __name__)
