@@ -155,6 +155,13 @@ def test_dropped_sequences_give_their_room_back(device: torch.device) -> None:
     assert sorted(tier._free) == list(range(6))
 
 
+def test_host_memory_begins_at_pages(device: torch.device) -> None:
+    cache = new_cache(device, 3)
+    tier = HostTier(cache.pool, 7)
+    assert all(lane.data_ptr() % 4096 == 0 for lane in tier._lanes)
+    assert [lane.shape for lane in tier._lanes] == [(7, lane.shape[1]) for lane in cache.pool.lanes()]
+
+
 def test_a_dropped_tier_keeps_no_blocks(device: torch.device) -> None:
     cache = new_cache(device, 10, num_blocks=8)
     tier = HostTier(cache.pool, 6)
@@ -340,6 +347,7 @@ def test_host_memory_is_pinned_and_exact() -> None:
     assert tier.bytes == 37 * cache.pool.block_bytes
     assert all(lane.is_pinned() for lane in tier._lanes)
     lanes = list(tier._lanes)
+    assert lanes[0].untyped_storage().nbytes() <= tier.bytes + 4096 * (len(lanes) + 1)
     del tier
     gc.collect()
     assert not any(lane.is_pinned() for lane in lanes)

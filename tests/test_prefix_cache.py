@@ -461,6 +461,23 @@ def test_warm_equals_cold(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_on_every_device(family: str, device: torch.device) -> None:
+    """A pool of given size: found, computed within a batch, and given up."""
+    model, prefix_cache = models.tiny(family).to(device), PrefixCache()
+    for seed in (1, 1, 2, 3, 1, 1):
+        prompt = {name: tensor.repeat(2, 1).to(device) for name, tensor in models.prompts([40], seed=seed).items()}
+        cache = caches(prefix_cache, num_tokens=80).new(model)
+        expected = models.generate(model, prompt, models.dynamic().new(model))
+        models.assert_same(models.generate(model, prompt, cache), expected)
+        cache.check()
+        del cache
+    stats = prefix_cache.stats()
+    assert stats["hits"] == 12  # the second row of a batch finds what was computed for the first
+    assert stats["evictions"] > 0
+    prefix_cache.check()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_another_ending(family: str) -> None:
     model = models.tiny(family)
     prefix_cache = PrefixCache(max_tokens=400)

@@ -31,6 +31,9 @@ from .storage import KVPool
 __all__ = ["HostTier", "Swapped"]
 
 
+ALIGNMENT = 4096  # bytes, a page: memory is pinned in whole ones
+
+
 @dataclass(eq=False)
 class Swapped:
     """Sequences in host memory, for :meth:`HostTier.swap_in`. Dropping it gives its room back."""
@@ -76,7 +79,7 @@ class _Counts:
 class HostTier:
     """Host memory for sequences of one pool that others need the blocks of.
 
-    On CUDA the memory is pinned, exactly as many bytes as asked for (whole pages of the system apart).
+    On CUDA the memory is pinned, exactly as many bytes as asked for, but for whole pages of each lane.
 
     Args:
         pool: whose blocks are swapped; every layer of its caches was written at least once.
@@ -94,13 +97,15 @@ class HostTier:
         _check_device(pool)
         self.pool = pool
         self.num_blocks = num_blocks
-        self._lanes = [_host_lane(lane, num_blocks) for lane in pool.lanes()]
+        memory, self._lanes = _host_lanes(pool.lanes(), num_blocks)
         self._free: deque[int] = deque(range(num_blocks))
         self._leaving: deque[_Leaving] = deque()
         self._counts = _Counts()
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         pool.add_reclaimer(self.reclaim)
-        weakref.finalize(self, _let_go, pool, self._lanes, self._leaving, self._stream).atexit = False
+        if self._stream is not None:
+            _pin(memory)
+        weakref.finalize(self, _let_go, pool, memory, self._leaving, self._stream).atexit = False
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
@@ -256,26 +261,30 @@ def _pairs(sources: list[int], destinations: list[int]) -> Tensor:
     return torch.tensor([sources, destinations], dtype=torch.int64).T.contiguous()
 
 
-def _let_go(pool: KVPool, lanes: list[Tensor], leaving: deque[_Leaving], stream: Any) -> None:
+def _host_lanes(lanes: list[Tensor], num_blocks: int) -> tuple[Tensor, list[Tensor]]:
+    """Host memory for blocks of every lane: all of it in one piece, and as ``[num_blocks, elements]`` each."""
+    sizes = [num_blocks * lane[0].numel() * lane.element_size() for lane in lanes]
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    memory = torch.empty(end + ALIGNMENT, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % ALIGNMENT :][:end]
+    parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return memory, [part.view(lane.dtype).view(num_blocks, *lane.shape[1:]) for part, lane in zip(parts, lanes)]
+
+
+def _pin(memory: Tensor) -> None:
+    """Register memory with CUDA: torch's own pinned allocator rounds up to powers of two."""
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+
+
+def _let_go(pool: KVPool, memory: Tensor, leaving: deque[_Leaving], stream: Any) -> None:
     """The tier is gone: its copies must be done before its memory and the blocks they read are."""
     if stream is not None:
         stream.synchronize()
         runtime: Any = torch.cuda.cudart()
-        for lane in lanes:
-            if lane.numel():
-                torch.cuda.check_error(int(runtime.cudaHostUnregister(lane.data_ptr())))
+        torch.cuda.check_error(int(runtime.cudaHostUnregister(memory.data_ptr())))
     for each in leaving:
         pool.abandon_blocks(each.blocks.tolist())
-
-
-def _host_lane(lane: Tensor, num_blocks: int) -> Tensor:
-    """Host memory for blocks of a lane, pinned where the lane is on CUDA.
-
-    The memory is registered with CUDA instead of taken from torch's pinned allocator, which rounds up to powers of two.
-    """
-    host = torch.empty(num_blocks, *lane.shape[1:], dtype=lane.dtype)
-    if lane.device.type == "cuda" and host.numel():
-        runtime: Any = torch.cuda.cudart()
-        size = host.numel() * host.element_size()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(host.data_ptr(), size, 0)))
-    return host
