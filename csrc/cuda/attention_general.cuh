@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads) attention(const __grid_constant__ At
     finish(a, s, shared.states, values);
     __syncthreads();
   }
-  zero_outside_spans(a);
+  zero_outside(a, schedule.owned_tokens());
 }
 
 }  // namespace paged_kv::cuda::general

@@ -7,6 +7,8 @@
 // an item.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_merge.cuh"
 #include "mma_instructions.cuh"
 
@@ -42,13 +44,13 @@ __host__ __device__ constexpr uint32_t swizzled(int row, int chunk) {
 
 // Copies a tile of which not all keys are there, or whose keys lie in several blocks. Lane l knows where key l % 16 is.
 template <int kHeadSize>
-__device__ __noinline__ void copy_scattered_rows(const Cache& cache, int32_t kv_head, int32_t block, int32_t offset,
-                                                 uint32_t visible, uint32_t target) {
+__device__ __noinline__ void copy_scattered_rows(const NarrowCache& cache, int32_t kv_head, int32_t block,
+                                                 int32_t offset, uint32_t visible, uint32_t target) {
   constexpr int kChunks = kHeadSize / 8, kRowsAtOnce = kWarp / kChunks;
   const int lane = threadIdx.x % kWarp, chunk = lane % kChunks;
   const bool in_row = chunk * 8 < cache.head_size;
-  const char* base = static_cast<const char*>(cache.data) + 2 * (kv_head * cache.head_stride) + 16 * chunk;
-  const int64_t own = 2 * (block * cache.block_stride + offset * cache.slot_stride);
+  const char* base = cache.data + kv_head * cache.head_bytes + 16 * chunk;
+  const int64_t own = int64_t(block) * cache.block_bytes + uint32_t(offset) * cache.slot_bytes;
 #pragma unroll 1
   for (int row = lane / kChunks; row < kKeys; row += kRowsAtOnce) {
     const int64_t bytes = __shfl_sync(kFullMask, own, row);
@@ -66,15 +68,19 @@ class Loader {
   using S = Shape<kHeadSize, kTiles>;
   using Planned = Schedule<S::kRows, kKeys, kDeterministic>;
 
-  // Begins with segment `s`, which the schedule has given and moved past; `has_work`: is there one at all?
-  __device__ Loader(const AttentionLaunch& a, const Planned& schedule, bool has_work, const Segment& s,
-                    int32_t position)
-      : a_(a), schedule_(schedule), position_(position), done_(!has_work) {
+  __device__ Loader(const AttentionLaunch& a, const Planned& schedule) : a_(a), schedule_(schedule) {
     whole_blocks_ = a.block_size % kKeys == 0;
     lane_target_ = swizzled<kHeadSize>(lane() / kChunks, lane() % kChunks);
-    key_in_row_ = lane() % kChunks * 8 < a.params.key_cache.head_size;
-    value_in_row_ = lane() % kChunks * 8 < a.params.value_cache.head_size;
-    if (has_work && !enter(s)) next_segment();
+    key_in_row_ = lane() % kChunks * 8 < a.key_cache.head_size;
+    value_in_row_ = lane() % kChunks * 8 < a.value_cache.head_size;
+    dense_ = a.key_cache.slot_bytes == kRowBytes && a.value_cache.slot_bytes == kRowBytes;
+  }
+
+  // Begins with segment `s`, which the schedule has given and moved past.
+  __device__ void begin(const Segment& s, int32_t position) {
+    position_ = position;
+    done_ = false;
+    if (!enter(s)) next_segment();
   }
 
   // Loads the next tile (if any is left) into a stage. `visible` receives a bit per key.
@@ -89,9 +95,9 @@ class Loader {
 
   // Tiles of a segment go to the warps in turn, counted from the segment's begin; those no row sees are left out.
   __device__ static int32_t first_tile(const Segment& s) {
-    const int32_t skipped = max(s.keys.begin / kKeys - s.tile_begin, 0);
-    const int32_t first = threadIdx.x / kWarp;
-    return s.tile_begin + first + (max(skipped - first, 0) + num_warps() - 1) / num_warps() * num_warps();
+    const int32_t skipped = s.keys.begin / kKeys - s.tile_begin, first = threadIdx.x / kWarp;
+    if (skipped <= first) return s.tile_begin + first;
+    return s.tile_begin + first + (skipped - first + num_warps() - 1) / num_warps() * num_warps();
   }
 
   __device__ static int32_t end_tile(const Segment& s) {
@@ -102,6 +108,7 @@ class Loader {
  private:
   static constexpr int kChunks = kHeadSize / 8;  // 16-byte chunks of a row
   static constexpr int kRowsAtOnce = kWarp / kChunks;  // rows that one instruction of the warp loads
+  static constexpr int kRowBytes = kHeadSize * 2;
 
   __device__ static int lane() { return threadIdx.x % kWarp; }
 
@@ -120,13 +127,13 @@ class Loader {
     keys_ = s.keys;
     kv_head_ = s.kv_head;
     table_ = a_.block_table + s.sequence.index * a_.table_stride;
-    key_base_ = lane_base(a_.params.key_cache);
-    value_base_ = lane_base(a_.params.value_cache);
     entry_ = 0;
     if (whole_blocks_) {
       entries_ = read_entries(tile_);
       if (last_ - tile_ > kWarp * num_warps()) next_entries_ = read_entries(tile_ + kWarp * num_warps());
     }
+    key_lane_ = lane_offset(a_.key_cache);
+    value_lane_ = lane_offset(a_.value_cache);
     return true;
   }
 
@@ -140,10 +147,9 @@ class Loader {
     return a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / a_.block_size;
   }
 
-  // This lane's chunk of its first row, were the tile at the very begin of the cache.
-  __device__ const char* lane_base(const Cache& cache) const {
-    return static_cast<const char*>(cache.data) +
-           2 * (kv_head_ * cache.head_stride + lane() / kChunks * cache.slot_stride + lane() % kChunks * 8);
+  // This lane's chunk of its first row, in bytes from the block's begin, were the tile at the block's begin.
+  __device__ uint32_t lane_offset(const NarrowCache& cache) const {
+    return kv_head_ * cache.head_bytes + lane() / kChunks * cache.slot_bytes + lane() % kChunks * 16;
   }
 
   __device__ bool is_mapped(int32_t block) const { return uint32_t(block) < uint32_t(a_.num_blocks); }
@@ -161,8 +167,8 @@ class Loader {
     const int32_t offset = first - column_of(first) * a_.block_size;
     if (is_mapped(block) && first >= keys_.begin && first + kKeys <= keys_.end) {
       if (lane() == 0) *visible = 0xffff;
-      copy_rows(a_.params.key_cache, key_base_, key_in_row_, block, offset, stage);
-      copy_rows(a_.params.value_cache, value_base_, value_in_row_, block, offset, stage + S::kStageBytes / 2);
+      copy_rows(a_.key_cache, key_lane_, key_in_row_, block, offset, stage);
+      copy_rows(a_.value_cache, value_lane_, value_in_row_, block, offset, stage + S::kStageBytes / 2);
     } else {
       copy_scattered(block, offset + lane() % kKeys, stage, visible);
     }
@@ -180,35 +186,43 @@ class Loader {
     const bool seen = is_mapped(block) && key >= keys_.begin && key < keys_.end;
     const uint32_t bits = __ballot_sync(kFullMask, seen) & 0xffff;
     if (lane() == 0) *visible = bits;
-    copy_scattered_rows<kHeadSize>(a_.params.key_cache, kv_head_, block, offset, bits, stage);
-    copy_scattered_rows<kHeadSize>(a_.params.value_cache, kv_head_, block, offset, bits, stage + S::kStageBytes / 2);
+    copy_scattered_rows<kHeadSize>(a_.key_cache, kv_head_, block, offset, bits, stage);
+    copy_scattered_rows<kHeadSize>(a_.value_cache, kv_head_, block, offset, bits, stage + S::kStageBytes / 2);
   }
 
   // All 16 rows lie one after the other in one block.
-  __device__ void copy_rows(const Cache& cache, const char* base, bool in_row, int32_t block, int32_t offset,
+  __device__ void copy_rows(const NarrowCache& cache, uint32_t lane_offset, bool in_row, int32_t block, int32_t offset,
                             uint32_t target) const {
-    const char* row = base + 2 * (block * cache.block_stride + offset * cache.slot_stride);
-    const int64_t step = 2 * kRowsAtOnce * cache.slot_stride;
+    const char* row = cache.data + uint64_t(uint32_t(block)) * cache.block_bytes + lane_offset;
+    row += uint32_t(offset) * cache.slot_bytes;
     target += lane_target_;
-#pragma unroll
-    for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
-      constexpr int kRowBytes = kHeadSize * 2;
-      copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row, in_row, policy_);
-      row += step;
+    // With rows side by side, as in a pool that the library made, all addresses are constants away from the first.
+    if (dense_) {
+      copy_rows(row, std::integral_constant<uint32_t, kRowsAtOnce * kRowBytes>{}, in_row, target);
+    } else {
+      copy_rows(row, kRowsAtOnce * cache.slot_bytes, in_row, target);
     }
+  }
+
+  template <class Step>
+  __device__ void copy_rows(const char* row, Step step, bool in_row, uint32_t target) const {
+#pragma unroll
+    for (int i = 0; i < kKeys / kRowsAtOnce; ++i)
+      copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row + uint64_t(i) * step,
+                 in_row, policy_);
   }
 
   const AttentionLaunch& a_;
   const Planned& schedule_;
-  int32_t position_;
+  int32_t position_ = 0;
   const int32_t* table_ = nullptr;
-  const char *key_base_ = nullptr, *value_base_ = nullptr;
+  uint32_t key_lane_ = 0, value_lane_ = 0;
   KeyRange keys_{};
   int32_t kv_head_ = 0, tile_ = 0, last_ = 0;
   int32_t entries_ = -1, next_entries_ = -1, entry_ = 0;
   uint32_t lane_target_;
   uint64_t policy_ = streaming_policy();
-  bool done_, whole_blocks_, key_in_row_, value_in_row_;
+  bool done_ = true, whole_blocks_, dense_, key_in_row_, value_in_row_;
 };
 
 // Softcap and ALiBi, apart from the loop that most models run.
@@ -248,7 +262,7 @@ struct State {
     if constexpr (S::kQueriesInShared) {
       for (int index = threadIdx.x / kWarp; index < kTiles * kSteps; index += num_warps()) {
         uint32_t pair[2];
-        load_queries(a, s, index / kSteps, index % kSteps, pair);
+        load_queries(a, query_row(a, s, index / kSteps), index % kSteps, pair);
         query_memory[index * kWarp + lane] = {pair[0], pair[1]};
       }
       __syncthreads();
@@ -256,8 +270,9 @@ struct State {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       if constexpr (!S::kQueriesInShared) {
+        const uint16_t* row = query_row(a, s, t);
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_queries(a, s, t, step, queries[t][step]);
+        for (int step = 0; step < kSteps; ++step) load_queries(a, row, step, queries[t][step]);
       }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
@@ -278,20 +293,22 @@ struct State {
     all = {visible_to_any(a, s.sequence, last, last).begin, visible_to_any(a, s.sequence, first, first).end};
   }
 
-  // B operand: lane l holds dims 2 * (l % 4) + {0, 1} and + 8 of column l / 4.
-  __device__ static void load_queries(const AttentionLaunch& a, const Segment& s, int t, int step,
-                                      uint32_t (&pair)[2]) {
-    const AttentionParams& p = a.params;
+  // The query row that column l / 4 of tile t stands for, from dim 2 * (l % 4) on; null: none.
+  __device__ static const uint16_t* query_row(const AttentionLaunch& a, const Segment& s, int t) {
     const int lane = threadIdx.x % kWarp, row = t * 8 + lane / 4;
-    const bool valid = row < s.rows;
-    const int32_t packed = s.first_row + (valid ? row : 0), query = a.group.divide(packed), group = a.group.value;
-    const int64_t head = s.kv_head * group + packed - query * group;
-    const uint16_t* source = static_cast<const uint16_t*>(p.query) + (s.sequence.token + query) * p.query_token_stride +
-                             head * p.query_head_stride;
+    if (row >= s.rows) return nullptr;
+    const int32_t packed = s.first_row + row, query = a.group.divide(packed), group = a.group.value;
+    const uint32_t head = s.kv_head * group + packed - query * group;
+    return static_cast<const uint16_t*>(a.query) + uint64_t(uint32_t(s.sequence.token + query)) * a.query_token_stride +
+           head * a.query_head_stride + 2 * (lane % 4);
+  }
+
+  // B operand: lane l holds dims 2 * (l % 4) + {0, 1} and + 8 of column l / 4.
+  __device__ static void load_queries(const AttentionLaunch& a, const uint16_t* row, int step, uint32_t (&pair)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int dim = step * 16 + i * 8 + 2 * (lane % 4);
-      pair[i] = valid && dim < p.key_cache.head_size ? *reinterpret_cast<const uint32_t*>(source + dim) : 0u;
+      const int dim = step * 16 + i * 8;  // rows are whole numbers of 8
+      pair[i] = row && dim < a.key_cache.head_size ? *reinterpret_cast<const uint32_t*>(row + dim) : 0u;
     }
   }
 
@@ -352,7 +369,7 @@ struct State {
       scores[2] = logits.z;
       scores[3] = logits.w;
     } else {
-      const float factor = p.scale * kLog2e;
+      const float factor = a.scale * kLog2e;
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[i] *= factor;
     }
@@ -438,27 +455,32 @@ struct Shared {
   ScheduleMemory schedule;
   RowState states[S::kMaxWarps][S::kRows];
   uint32_t visible[S::kMaxWarps][S::kStages];
-  const float* values[S::kMaxWarps];
+  int stage[S::kMaxWarps];  // where a warp's values are
 };
 
 // Merges rows first .. first + count of all warps and puts them: final, or a partial result.
 template <int kHeadSize, int kTiles>
-__device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<kHeadSize, kTiles>& shared, int first,
-                       int count) {
+__device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<kHeadSize, kTiles>& shared,
+                       const char* stages, int first, int count) {
   using S = Shape<kHeadSize, kTiles>;
-  const int rows = min(count, s.rows - first), columns = a.workspace.row_stride / 4;
+  constexpr int kColumns = kHeadSize / 4;
+  const int rows = min(count, s.rows - first);
 #pragma unroll 1
-  for (int index = threadIdx.x; index < rows * columns; index += blockDim.x) {
-    const int row = first + index / columns, dim = index % columns * 4;
+  for (int index = threadIdx.x; index < rows * kColumns; index += blockDim.x) {
+    const int row = index / kColumns, dim = index % kColumns * 4;
+    if (dim >= a.workspace.row_stride) continue;
     Partial parts[S::kMaxWarps];
 #pragma unroll
     for (int w = 0; w < S::kMaxWarps; ++w) {
-      if (w >= num_warps() || shared.states[w][row].sum == 0.0f) continue;  // no key seen, and maybe no values stored
-      parts[w].state = shared.states[w][row];
-      parts[w].values = *reinterpret_cast<const float4*>(shared.values[w] + value_at<kHeadSize>(row - first, dim));
+      const int warp = w < num_warps() ? w : 0;
+      const RowState state = shared.states[warp][first + row];
+      const int stage = warp * S::kStages + shared.stage[warp];
+      const float4 values =
+          *reinterpret_cast<const float4*>(stages + stage * S::kStageBytes + 4 * value_at<kHeadSize>(row, dim));
+      // A warp that has seen no key has perhaps stored no values: there is anything then.
+      if (w < num_warps() && state.sum != 0.0f) parts[w] = {state, values};
     }
-    const Partial merged = combine(parts);
-    put<S::kRows>(a, s, row, dim, merged);
+    put<S::kRows>(a, s, first + row, dim, combine<true>(parts));
   }
 }
 
@@ -476,32 +498,33 @@ __global__ void __launch_bounds__(Shape<kHeadSize, kTiles>::kMaxWarps* kWarp, 2)
   const uint32_t own_address = shared_address(own);
 
   let_dependents_start();
-  Tiles::Planned::prefetch_table(a);
+  wait_for_predecessor();
+  prefetch_table(a);
   const typename Tiles::Planned schedule(a, shared.schedule);
-  int32_t position = schedule.start();
-  Segment s;
-  bool has_segment = schedule.next(position, s);
-  Tiles loader(a, schedule, has_segment, s, position);
+  Tiles loader(a, schedule);
   State<T, kHeadSize, kTiles> state;
-  if (has_segment) state.begin(a, s, queries);  // queries go on their way before the keys, which are many
-#pragma unroll 1
-  for (int stage = 0; stage < S::kStages; ++stage)
-    loader.load(own_address + stage * S::kStageBytes, &shared.visible[warp][stage]);
+  Segment s;
+  int32_t position = schedule.start();
+  int stage = 0, ahead = 0;  // tiles that have been asked for and not computed
 
-  int stage = 0;
+  // One copy of each piece of code, in the order of its first use: a launch begins with a cold instruction cache, and
+  // small batches wait for every line of it.
 #pragma unroll 1
-  while (has_segment) {
+  while (schedule.next(position, s)) {
+    if (ahead == 0) loader.begin(s, position);  // asks for the table's entries
+    state.begin(a, s, queries);  // queries go on their way before the keys, which are many
     if (threadIdx.x == 0) schedule.record(s, position);
     const int32_t end = Tiles::end_tile(s);
     int32_t tile = Tiles::first_tile(s);
     const bool works = tile < end;
+    // A round computes a tile (of the segment's last round: merges), then refills the stage that is free now. The first
+    // rounds only fill the stages.
     bool more = true;
-    // A round computes a tile (of the segment's last round: merges), then refills the stage that is free now.
 #pragma unroll 1
     while (more) {
-      const bool has_tile = tile < end;
       const uint32_t stage_address = own_address + stage * S::kStageBytes;
       uint32_t* visible = &shared.visible[warp][stage];
+      const bool fills = ahead < S::kStages, has_tile = !fills && tile < end;
       if (has_tile) {
         wait_for_copies<S::kStages - 1>();
         __syncwarp();
@@ -509,28 +532,27 @@ __global__ void __launch_bounds__(Shape<kHeadSize, kTiles>::kMaxWarps* kWarp, 2)
         __syncwarp();
         tile += num_warps();
       }
-      more = tile < end;
+      more = fills || tile < end;
       if (!more) {  // the stage just used holds this warp's part of the merge
         state.store_states(shared.states[warp]);
         float* values = reinterpret_cast<float*>(own + stage * S::kStageBytes);
-        if (threadIdx.x % kWarp == 0) shared.values[warp] = values;
+        if (threadIdx.x % kWarp == 0) shared.stage[warp] = stage;
 #pragma unroll
         for (int first = 0; first < kRows; first += kCount) {
           if (works) state.store_values(values, first, kCount);
           __syncthreads();
-          finish<kHeadSize, kTiles>(a, s, shared, first, kCount);
+          finish<kHeadSize, kTiles>(a, s, shared, stages, first, kCount);
           __syncthreads();
         }
       }
-      if (has_tile) {
+      if (fills || has_tile) {
         loader.load(stage_address, visible);
+        ahead += fills;
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
       }
     }
-    has_segment = schedule.next(position, s);
-    if (has_segment) state.begin(a, s, queries);
   }
-  zero_outside_spans(a);
+  zero_outside(a, schedule.owned_tokens());
 }
 
 }  // namespace paged_kv::cuda::mma

@@ -12,7 +12,7 @@ void launch_instance(const AttentionLaunch& launch, const AttentionPlan& plan, c
   constexpr int64_t kWarpBytes = S::kStages * S::kStageBytes;
   const auto run = launch.deterministic ? launch_kernel<attention<T, kHeadSize, kTiles, true>>
                                         : launch_kernel<attention<T, kHeadSize, kTiles, false>>;
-  run(Order::after_predecessor, plan.grid, plan.warps * kWarp, plan.warps * kWarpBytes + S::kQueryBytes, launch,
+  run(Order::beside_predecessor, plan.grid, plan.warps * kWarp, plan.warps * kWarpBytes + S::kQueryBytes, launch,
       stream);
 }
 

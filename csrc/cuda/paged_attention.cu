@@ -14,15 +14,28 @@ int64_t round_up(int64_t value, int64_t unit) { return divide_up(value, unit) * 
 
 // ---- Policy ----
 
+bool in_32_bits(int64_t value) { return value >= 0 && value < int64_t(1) << 32; }
+
+// Do offsets of 32 bits reach all of a block?
+bool is_narrow(const Cache& cache, const AttentionParams& p) {
+  const bool small = cache.slot_stride < int64_t(1) << 31 && cache.head_stride < int64_t(1) << 31 &&
+                     p.block_size < int64_t(1) << 31 && p.num_kv_heads < int64_t(1) << 31;
+  return small && in_32_bits(2 * cache.block_stride) && cache.slot_stride >= 0 && cache.head_stride >= 0 &&
+         double(cache.slot_stride) * double(p.block_size) + double(cache.head_stride) * double(p.num_kv_heads) <
+             double(1 << 30);
+}
+
 // Does the tensor-core kernel take the call? It reads rows in chunks of 16 bytes.
 bool fits_tensor_cores(const AttentionParams& p) {
   const auto fits = [&](const Cache& cache) {
     return cache.dtype == p.query_dtype && cache.scale.kind == ScaleKind::none && cache.head_size <= 256 &&
            cache.head_size % 8 == 0 && cache.block_stride % 8 == 0 && cache.slot_stride % 8 == 0 &&
-           cache.head_stride % 8 == 0 && reinterpret_cast<intptr_t>(cache.data) % 16 == 0;
+           cache.head_stride % 8 == 0 && reinterpret_cast<intptr_t>(cache.data) % 16 == 0 && is_narrow(cache, p);
   };
   return p.query_dtype != DType::float32 && p.mask.kind == MaskKind::none && fits(p.key_cache) && fits(p.value_cache) &&
-         p.query_token_stride % 2 == 0 && p.query_head_stride % 2 == 0 && reinterpret_cast<intptr_t>(p.query) % 4 == 0;
+         p.query_token_stride % 2 == 0 && p.query_head_stride % 2 == 0 &&
+         reinterpret_cast<intptr_t>(p.query) % 4 == 0 && in_32_bits(p.query_token_stride) &&
+         in_32_bits(p.query_head_stride * p.num_heads);
 }
 
 // Packed rows of an item: no more than a step's longest sequence has, and what registers hold.
@@ -126,6 +139,11 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   return plan;
 }
 
+NarrowCache narrow(const Cache& cache) {
+  return {static_cast<const char*>(cache.data), uint32_t(2 * cache.block_stride), uint32_t(2 * cache.slot_stride),
+          uint32_t(2 * cache.head_stride), int32_t(cache.head_size)};
+}
+
 AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   AttentionLaunch a{};
   a.seq_lens = p.seq_lens;
@@ -145,11 +163,20 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
   a.grid = plan.grid;
+  a.per_grid = divisor_of(uint32_t(plan.grid));
   a.warps = plan.warps;
   const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
   a.max_rows = int32_t(rows < 1 ? 1 : rows < plan.rows ? rows : plan.rows);
   a.causal = p.causal;
   a.deterministic = p.deterministic;
+  if (plan.tensor_cores) {
+    a.key_cache = narrow(p.key_cache);
+    a.value_cache = narrow(p.value_cache);
+    a.query = p.query;
+    a.query_token_stride = uint32_t(p.query_token_stride);
+    a.query_head_stride = uint32_t(p.query_head_stride);
+    a.scale = p.scale;
+  }
   a.params = p;
   char* memory = static_cast<char*>(p.workspace);
   a.workspace = plan.workspace;

@@ -71,6 +71,7 @@ __device__ Vector<Stored, kVector> convert_unscaled(const Vector<Source, kVector
 // is done once. Threads along x hold neighbouring vectors of a token, along y neighbouring tokens.
 template <class Source, class Stored, int kVector>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Params p) {
+  let_dependents_start();  // attention comes up meanwhile, and waits
   const int position = blockIdx.y * blockDim.x + threadIdx.x;
   const int key_positions = p.num_kv_heads * p.key.vectors_per_head;
   const bool is_key = position < key_positions;
@@ -107,6 +108,7 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Pa
 // Scales made on the fly: one warp per (token, side, head) finds the absolute maximum, then stores the scaled row.
 template <class Source, class Stored>
 __global__ void __launch_bounds__(kThreads) quantise_rows(const __grid_constant__ Params p) {
+  let_dependents_start();
   const int64_t warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
   const int64_t row = warp / 2;
