@@ -13,7 +13,7 @@ inline constexpr int kWarps = 4;
 inline constexpr int kThreads = kWarps * kWarp;
 
 struct Shared {
-  ScheduleMemory schedule;
+  ScheduleMemory<kThreads> schedule;
   RowState states[kWarps][kRows];
   // then: float queries[kRows][head_size rounded up to 8], float values[kWarps][kRows][row_stride]
 };

@@ -56,7 +56,11 @@ void launch_kernel(Order order, int grid, int threads, int64_t shared_bytes, con
   check(cudaLaunchKernelEx(&config, kKernel, launch), "paged_attention");
 }
 
+// The tensor-core kernel, by the cache's dtype.
 void launch_mma_float16(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
 void launch_mma_bfloat16(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
+void launch_mma_float8_e4m3fn(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
+void launch_mma_float8_e5m2(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
+void launch_mma_int8(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
 
 }  // namespace paged_kv::cuda

@@ -123,7 +123,7 @@ struct Task {
 inline constexpr int kMaxTasks = 96;  // of a thread block: 3 borders of 32 rows
 
 struct MergeMemory {
-  ScheduleMemory schedule;
+  ScheduleMemory<kMergeThreads> schedule;
   Task tasks[kMaxTasks];
   int32_t counts[kMergeWarps];
   Partial partials[kMergeWarps][kWarp];

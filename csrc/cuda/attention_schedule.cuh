@@ -12,7 +12,6 @@
 
 namespace paged_kv::cuda {
 
-inline constexpr int kMaxAttentionThreads = 256;
 inline constexpr int kPieces = 8;  // deterministic mode: most pieces of an item
 inline constexpr int kPieceKeys = 512;  // ... and fewest keys of a piece
 inline constexpr int kMaxSplitRows = 128;  // ... sequences with more rows than this are not cut
@@ -110,17 +109,20 @@ __device__ inline void prefetch_table(const AttentionLaunch& a) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(a.block_table + line * kLine));
 }
 
+template <int kThreads>
 struct ScheduleMemory {
-  uint32_t prefix[kMaxAttentionThreads];  // line steps of a warp's sequences before those of a thread
-  uint32_t sums[kMaxAttentionThreads / kWarp];
-  Sequence first[kMaxAttentionThreads];  // each thread's first sequence
+  uint32_t prefix[kThreads];  // line steps of a warp's sequences before those of a thread
+  uint32_t sums[kThreads / kWarp];
+  Sequence first[kThreads];  // each thread's first sequence
 };
 
 template <int kRows, int kKeys, bool kDeterministic>
 class Schedule {
  public:
   // Called by all threads of the thread block.
-  __device__ Schedule(const AttentionLaunch& a, ScheduleMemory& memory) : a_(a), memory_(memory) {
+  template <int kThreads>
+  __device__ Schedule(const AttentionLaunch& a, ScheduleMemory<kThreads>& memory)
+      : a_(a), prefix_(memory.prefix), sums_(memory.sums), first_(memory.first) {
     first_token_ = a.num_seqs > 0 ? a.cu_seqlens_q[0] : a.num_tokens;
     last_token_ = a.num_seqs > 0 ? a.cu_seqlens_q[a.num_seqs] : a.num_tokens;
     few_ = a.num_seqs <= kWarp;
@@ -265,16 +267,16 @@ class Schedule {
 #pragma unroll 1
     for (int32_t index = begin; index < end; ++index) {
       const Sequence sequence = sequence_at(a_, index);
-      if (index == begin) memory_.first[threadIdx.x] = sequence;
+      if (index == begin) first_[threadIdx.x] = sequence;
       sum = add(sum, size_of_work(a_, work_of(sequence)));
     }
-    constexpr int kMaxWarps = kMaxAttentionThreads / kWarp;
+    constexpr int kMaxWarps = 8;
     const int lane = threadIdx.x % kWarp;
     const uint32_t inclusive = warp_prefix<kWarp>(sum);
-    memory_.prefix[threadIdx.x] = inclusive - sum;
-    if (lane == kWarp - 1) memory_.sums[threadIdx.x / kWarp] = inclusive;
+    prefix_[threadIdx.x] = inclusive - sum;
+    if (lane == kWarp - 1) sums_[threadIdx.x / kWarp] = inclusive;
     __syncthreads();
-    const uint32_t own = lane < blockDim.x / kWarp ? memory_.sums[lane] : 0;
+    const uint32_t own = lane < blockDim.x / kWarp ? sums_[lane] : 0;
     const uint32_t with_own = warp_prefix<kMaxWarps>(own);
     before_ = lane < blockDim.x / kWarp ? with_own - own : kMost;
     return int32_t(__shfl_sync(kFullMask, with_own, kMaxWarps - 1));
@@ -292,10 +294,10 @@ class Schedule {
       const auto from = [&](int32_t value) { return __shfl_sync(kFullMask, value, warp); };
       return work_of({warp, from(own_.token), from(own_.q_len), from(own_.seq_len)});
     }
-    const uint32_t begin = memory_.prefix[warp * kWarp + threadIdx.x % kWarp];
+    const uint32_t begin = prefix_[warp * kWarp + threadIdx.x % kWarp];
     const int lane = last_at_or_before(begin);
     offset -= int32_t(__shfl_sync(kFullMask, begin, lane));
-    Sequence sequence = memory_.first[warp * kWarp + lane];
+    Sequence sequence = first_[warp * kWarp + lane];
     if (per_thread_ > 1) {
       const Place place = walk(a_, {sequence, offset});
       sequence = place.sequence;
@@ -360,7 +362,9 @@ class Schedule {
   }
 
   const AttentionLaunch& a_;
-  ScheduleMemory& memory_;
+  uint32_t* prefix_;  // see ScheduleMemory
+  uint32_t* sums_;
+  Sequence* first_;
   int32_t total_;  // steps of the line
   int32_t share_, larger_;  // steps of a part; how many parts have one more
   int32_t per_thread_ = 1, size_;  // sequences of a thread, blocks with work

@@ -20,6 +20,7 @@ inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel)
 struct Device {
   int num_sms = 0;
   int shared_bytes = 0;  // that one thread block may ask for
+  int compute_capability = 0;  // 90 = 9.0
 };
 
 // Properties of the current device, asked for once. Two threads may both ask: they store the same values.
@@ -32,6 +33,10 @@ inline const Device& current_device() {
   Device& device = devices[index];
   if (device.num_sms == 0) {
     check(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "attribute");
+    int major = 0, minor = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "attribute");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "attribute");
+    device.compute_capability = 10 * major + minor;
     int num_sms = 0;
     check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index), "attribute");
     device.num_sms = num_sms;
