@@ -71,7 +71,7 @@ class PagedKVCache(nn.Module):
         self._rows = None
         self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
         self._shapes: dict[int, LayerShape] = {}
-        self._views: dict[int, tuple[int, Tensor, Tensor]] = {}
+        self._views: dict[Any, tuple[Tensor, Tensor]] = {} if pool is None else pool.views
         self._lengths = Lengths.of(0)
         self._progress = Progress()
         self._set_windows(windows)
@@ -209,18 +209,25 @@ class PagedKVCache(nn.Module):
             self._add_layer(layer, key, value)
         if layer == 0:
             self._begin_step(key)
-        step = self._progress.step
-        if step is None or (step.num_seqs, step.length) != (key.shape[0], key.shape[2]):
+        progress = self._progress
+        step, (num_seqs, _, length, _) = progress.step, key.shape
+        if step is None or step.num_seqs != num_seqs or step.length != length:
             raise ValueError(
-                f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
-                f"length={key.shape[2]}] of layer {layer}"
+                f"key must belong to the step that layer 0 began, got [num_seqs={num_seqs}, length={length}] of layer "
+                f"{layer}"
             )
-        key_cache, value_cache = self.caches(layer)
-        slots = step.slot_mapping[self._places[layer].group]
-        ops.reshape_and_cache(_packed(key, step.order), _packed(value, step.order), key_cache, value_cache, slots)
-        step.written = layer
+        place = self._places[layer]
+        # Looked up here first: it saves a call in every layer of every step.
+        caches = self._views.get((place.lane, self._shapes[layer])) if step.eager else None
+        key_cache, value_cache = caches = caches or self.caches(layer)
+        if length == 1:  # one view instead of two, in every layer of every decode step
+            key, value = key.squeeze(2), value.squeeze(2)
+        else:
+            key, value = _packed(key, step), _packed(value, step)
+        ops.reshape_and_cache(key, value, key_cache, value_cache, step.slot_mapping[place.group])
+        step.written, step.caches = layer, caches
         if layer == len(self._places) - 1 and self._windows is not None:
-            self._progress.step = None  # every layer is written; a compiled graph would hand the tensors out
+            progress.step = None  # every layer is written; a compiled graph would hand the tensors out
         return step
 
     def attend(
@@ -255,9 +262,9 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        key_cache, value_cache = self.caches(layer)
+        key_cache, value_cache = step.caches if layer == step.written else self.caches(layer)
         out = ops.paged_attention(
-            _packed(query, step.order),
+            query.squeeze(2) if step.length == 1 else _packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -272,6 +279,8 @@ class PagedKVCache(nn.Module):
             alibi_slopes=alibi_slopes,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
+        if step.length == 1 and step.num_new is None:
+            return out.unsqueeze(1)
         out = out.view(step.num_seqs, step.length, *out.shape[1:])
         if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
             position = torch.arange(step.length, device=out.device)
@@ -282,14 +291,13 @@ class PagedKVCache(nn.Module):
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        pool, lane, shape = self.pool, self._places[layer].lane, self._shapes[layer]
+        lane, shape = self._places[layer].lane, self._shapes[layer]
         if torch.compiler.is_compiling():
-            return cache_views(pool.lane(lane), shape, self.block_size)
-        views = self._views.get(layer)
-        if views is None or views[0] != pool.generation:
-            views = (pool.generation, *cache_views(pool.lane(lane), shape, self.block_size))
-            self._views[layer] = views
-        return views[1], views[2]
+            return cache_views(self.pool.lane(lane), shape, self.block_size)
+        views = self._views.get((lane, shape))
+        if views is None:
+            views = self._views[lane, shape] = cache_views(self.pool.lane(lane), shape, self.block_size)
+        return views
 
     def gather(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values as dense tensors over the padded positions.
@@ -372,7 +380,7 @@ class PagedKVCache(nn.Module):
         self._pool = None
         self._lengths = Lengths.of(0)
         self._shapes.clear()
-        self._views.clear()
+        self._views = {}
 
     def is_written(self, layer: int) -> bool:
         """Whether a layer was ever written."""
@@ -462,6 +470,7 @@ class PagedKVCache(nn.Module):
         place, shape = self._places[layer], LayerShape(key.shape[1], key.shape[3], value.shape[3])
         if self._pool is None:
             self._pool = self._new_pool(key, shape)
+            self._views = self._pool.views
         if self._pool.device != key.device:
             raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
         self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
@@ -494,7 +503,7 @@ class PagedKVCache(nn.Module):
         rows, pool = self._rows, self.pool
         assert rows is not None
         releasing = not progress.keeping_past or progress.cropped
-        cu_seqlens_q = torch.arange(0, (num_seqs + 1) * length, length, dtype=torch.int32, device=key.device)
+        cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
             rows.block_table,
             rows.seq_lens,
@@ -520,6 +529,7 @@ class PagedKVCache(nn.Module):
             cu_seqlens_q,
             None if padding is None else padding.num_new,
             None if padding is None else padding.order,
+            not compiling,
         )
 
     def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
@@ -572,10 +582,10 @@ class PagedKVCache(nn.Module):
         return mask.gather(3, columns[:, None, None, :].expand(mask.shape))
 
 
-def _packed(states: Tensor, order: Tensor | None) -> Tensor:
+def _packed(states: Tensor, step: Step) -> Tensor:
     """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
-    if order is not None:
-        states = states.gather(2, order[:, None, :, None].expand(states.shape))
+    if step.order is not None:
+        states = states.gather(2, step.order[:, None, :, None].expand(states.shape))
     return states.transpose(1, 2).flatten(0, 1)
 
 

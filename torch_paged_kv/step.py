@@ -20,7 +20,10 @@ class Step:
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
     num_new: Tensor | None  # int32 [num_seqs] tokens; None = no padding
     order: Tensor | None  # int64 [num_seqs, length]: moves tokens to the right of their row; None = they are there
+    eager: bool  # not inside a compiled graph
     written: int = -1  # last layer that wrote
+    caches: tuple[Tensor, ...] = ()  # its key and value cache
+    asked: tuple[Any, bool] | None = None  # a model's config, and whether it asks for weights; for integrations
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class KVPool(BlockPool):
         super().__init__(num_blocks, block_size, device)
         self.growable = growable
         self.num_lanes = 0
-        self.generation = 0  # changes when lanes move in memory
+        self.views: dict[Any, tuple[Tensor, Tensor]] = {}  # of lanes, for eager code; emptied when a lane moves
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
         self.bound_stale = False
@@ -63,9 +64,9 @@ class KVPool(BlockPool):
     def grow(self, num_blocks: int) -> None:
         """Grow to ``num_blocks`` blocks, one lane at a time. Eager only: captured graphs hold the old memory."""
         added = num_blocks - self.num_blocks
-        super().grow(num_blocks)
-        for index, lane in enumerate(self.lanes()):
-            self._set_lane(index, _resized(lane, num_blocks, lane.shape[1]))
+        for index in range(self.num_lanes):  # the old memory of each is free before the next one moves
+            self._set_lane(index, _resized(self.lane(index), num_blocks))
+        super().grow(num_blocks)  # last: if memory runs out above, longer lanes do no harm
         self.free_bound += added
 
     def abandon(self, rows: Rows) -> None:
@@ -113,17 +114,23 @@ class KVPool(BlockPool):
         """Bytes of one block over all its lanes."""
         return sum(lane.shape[1] * lane.element_size() for lane in self.lanes())
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVPool:
+        """Of ``to`` and its like: the buffers may become other tensors."""
+        self.views.clear()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def _collect(self) -> None:
         while self._abandoned:
             self.free_rows(self._abandoned.pop())
 
     def _set_lane(self, index: int, lane: Tensor) -> None:
+        self.views.clear()  # else they would hold the old memory
         self.register_buffer(f"lane_{index}", lane, persistent=False)
-        self.generation += 1
 
 
-def _resized(lane: Tensor, num_blocks: int, elements: int) -> Tensor:
-    resized = lane.new_empty(num_blocks, elements)
+def _resized(lane: Tensor, num_blocks: int, elements: int | None = None) -> Tensor:
+    resized = lane.new_empty(num_blocks, elements or lane.shape[1])
     resized[: lane.shape[0], : lane.shape[1]] = lane
     return resized
 
@@ -153,11 +160,24 @@ class Rows(nn.Module):
             }
         for name, tensor in state.items():
             self.register_buffer(name, tensor, persistent=False)
+        self._spans: tuple[int, Tensor] | None = None
 
     @property
     def num_seqs(self) -> int:
         """Sequences, whatever their length."""
         return self.seq_lens.shape[0]
+
+    @torch.inference_mode(False)
+    def spans(self, length: int) -> Tensor:
+        """``cu_seqlens_q`` of rows of ``length`` tokens each: int32 ``[num_seqs + 1]``; kept for the next step."""
+        lens = self.seq_lens
+        if torch.compiler.is_compiling() or self._spans is None or self._spans[0] != length:
+            end = (lens.shape[0] + 1) * length
+            spans = torch.arange(0, end, length, dtype=torch.int32, device=lens.device)
+            if torch.compiler.is_compiling():
+                return spans
+            self._spans = (length, spans)
+        return self._spans[1]
 
     @torch.inference_mode(False)
     def widen(self, max_blocks: int) -> None:
