@@ -2,8 +2,8 @@
 
 `python benchmarks/host_time.py [--device cpu] [--layers 32] [--rows 1]` prints microseconds per layer. The tensors are
 so small that kernels take almost nothing (on a GPU the stream runs behind), so that what is measured is the host's
-work: `update` and the attention function alone, then a whole model's step. Kinds of cache take turns within one run; each
-number is the least of many rounds, as noise only adds.
+work: `update` and the attention function alone, then a whole model's step. Kinds of cache take turns within one run;
+each number is the least of many rounds, as noise only adds.
 """
 
 from __future__ import annotations
