@@ -21,6 +21,7 @@ from .errors import OutOfBlocksError
 from .layout import LayerPlace, LayerShape, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
+from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
 
@@ -166,6 +167,17 @@ class PagedKVCache(nn.Module):
         if not real.all():
             order = None if is_right_aligned(real) else right_align(real)
             progress.padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
+
+    def expect(self, positions: int | None) -> None:
+        """Say how many positions there will be in the end, so that a pool without a size grows to that at once.
+
+        Only a hint: fewer leave blocks unused, more make the pool grow further. What it asks for ahead of need is not
+        more than half of the memory that is free.
+
+        Args:
+            positions: of the padded batch, all so far included; None: nobody knows.
+        """
+        self._progress.expected = positions
 
     def announce(self, length: int) -> None:
         """The host's hook before a step that may run inside a compiled graph, where no Python runs.
@@ -478,9 +490,8 @@ class PagedKVCache(nn.Module):
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)
-        if not self._size:
-            columns = -(-key.shape[2] // self.block_size) + 1
-            return KVPool(key.shape[0] * num_groups * columns, self.block_size, key.device, growable=True)
+        if not self._size:  # as small as can be: the step that begins now makes room for itself
+            return KVPool(1, self.block_size, key.device, growable=True)
         num_lanes = max(place.lane for place in self._places) + 1
         block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
         num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
@@ -549,7 +560,35 @@ class PagedKVCache(nn.Module):
         width = rows.block_table.shape[2]
         if widest > width:
             rows.widen(max(widest, 2 * width))
-        return pool.make_room(wanted * len(self._group_windows))
+        wanted *= len(self._group_windows)
+        enough = pool.has_room(wanted)
+        if not enough and pool.growable:
+            pool.grow(pool.num_blocks + self._blocks_to_add(wanted, counts, length))
+            enough = True
+        pool.take(wanted)
+        return enough
+
+    def _blocks_to_add(self, wanted: int, counts: Sequence[int], length: int) -> int:
+        """Blocks by which the pool grows for a step that finds fewer free than it may want.
+
+        Args:
+            wanted: blocks of the step.
+            counts: tokens of the step, per row.
+            length: positions of the step.
+        """
+        pool, lengths, expected = self.pool, self._mirror(), self._progress.expected
+        lacking = wanted - pool.free_bound
+        later = -1 if expected is None else expected - lengths.seen - length
+        if later < 0:
+            first = (
+                len(counts) * len(self._group_windows) if pool.num_blocks == 1 else 0
+            )  # the coming block of each row
+            return max(lacking + first, growth(pool.num_blocks))
+        windows, size = self._group_windows, self.block_size
+        ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
+        num_lanes = max(place.lane for place in self._places) + 1
+        block_bytes = pool.block_bytes // pool.num_lanes * num_lanes
+        return max(lacking, min(ahead, affordable_blocks(pool.device, block_bytes)))
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()

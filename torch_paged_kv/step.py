@@ -46,4 +46,5 @@ class Progress:
     trusted: bool = False  # the mirror holds announced steps that it has not compared with the tensors
     keeping_past: bool = False  # sliding windows hold on to what leaves them ...
     cropped: bool = False  # ... until a crop
+    expected: int | None = None  # positions there will be in the end, if somebody said so
     pending: Any = None  # the layer that wrote and has not attended; for integrations

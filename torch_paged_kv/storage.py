@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from .pool import BlockPool
 
-GROWTH = 1.5  # a pool without a given size grows by this factor
-
 
 class KVPool(BlockPool):
     """A :class:`BlockPool` with the memory of its blocks: one *lane* of storage per layer of a group.
@@ -22,7 +20,7 @@ class KVPool(BlockPool):
         num_blocks: blocks to begin with.
         block_size: tokens in a block.
         device: of every lane and of the allocator's state.
-        growable: whether :meth:`make_room` may add blocks.
+        growable: whether caches may :meth:`grow` it.
 
     Buffers: ``lane_<i> [num_blocks, elements]`` beside those of :class:`BlockPool`.
     """
@@ -99,15 +97,6 @@ class KVPool(BlockPool):
         """Let the host's bound follow a step that takes at most ``wanted`` blocks."""
         self.free_bound = max(0, self.free_bound - wanted)
         self.bound_stale = False
-
-    def make_room(self, wanted: int) -> bool:
-        """See to ``wanted`` free blocks where the pool may grow; False if they may be lacking."""
-        enough = self.has_room(wanted)
-        if not enough and self.growable:
-            self.grow(max(int(self.num_blocks * GROWTH), self.num_blocks + wanted - self.free_bound))
-            enough = True
-        self.take(wanted)
-        return enough
 
     @property
     def block_bytes(self) -> int:

@@ -28,7 +28,7 @@ from transformers import DynamicCache, masking_utils, modeling_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from torch_paged_kv import cache as core
-from torch_paged_kv.integrations import families
+from torch_paged_kv.integrations import families, generation
 from torch_paged_kv.step import Step
 from torch_paged_kv.storage import KVPool
 
@@ -644,3 +644,4 @@ _give_out_behind(
     modeling_utils.AttentionInterface,
     "get_interface" if hasattr(modeling_utils.AttentionInterface, "get_interface") else "__getitem__",
 )
+generation.tell_lengths()
