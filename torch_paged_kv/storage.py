@@ -129,13 +129,14 @@ class Rows(nn.Module):
 
     Buffers: ``block_table`` int32 ``[num_groups, num_seqs, max_blocks]``, ``seq_lens`` int32 ``[num_seqs]``, ``retain``
     int32 ``[num_groups]`` (tokens before a step that stay readable, -1 = all), ``seen`` int64 ``[]`` (positions of the
-    padded batch so far).
+    padded batch so far), ``starts`` int32 ``[num_seqs + 1]`` (0, 1, 2, ...: where rows of one token start).
     """
 
     block_table: Tensor
     seq_lens: Tensor
     retain: Tensor
     seen: Tensor
+    starts: Tensor
 
     def __init__(self, num_seqs: int, max_blocks: int, windows: Sequence[int | None], device: torch.device) -> None:
         super().__init__()
@@ -146,27 +147,22 @@ class Rows(nn.Module):
                 "seq_lens": torch.zeros(num_seqs, dtype=torch.int32, device=device),
                 "retain": torch.tensor(retain, dtype=torch.int32, device=device),
                 "seen": torch.zeros((), dtype=torch.int64, device=device),
+                "starts": torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
             }
         for name, tensor in state.items():
             self.register_buffer(name, tensor, persistent=False)
-        self._spans: tuple[int, Tensor] | None = None
 
     @property
     def num_seqs(self) -> int:
         """Sequences, whatever their length."""
         return self.seq_lens.shape[0]
 
-    @torch.inference_mode(False)
     def spans(self, length: int) -> Tensor:
-        """``cu_seqlens_q`` of rows of ``length`` tokens each: int32 ``[num_seqs + 1]``; kept for the next step."""
-        lens = self.seq_lens
-        if torch.compiler.is_compiling() or self._spans is None or self._spans[0] != length:
-            end = (lens.shape[0] + 1) * length
-            spans = torch.arange(0, end, length, dtype=torch.int32, device=lens.device)
-            if torch.compiler.is_compiling():
-                return spans
-            self._spans = (length, spans)
-        return self._spans[1]
+        """``cu_seqlens_q`` of rows of ``length`` tokens each: int32 ``[num_seqs + 1]``.
+
+        For a decode step it is a buffer: computed in a compiled graph, Inductor would compute it anew in every layer.
+        """
+        return self.starts if length == 1 else self.starts * length
 
     @torch.inference_mode(False)
     def widen(self, max_blocks: int) -> None:
@@ -182,7 +178,7 @@ class Rows(nn.Module):
         table = nn.functional.pad(self.block_table, (0, 0, 0, new), value=-1)
         seq_lens = nn.functional.pad(self.seq_lens, (0, new))
         pool.fork(table, seq_lens, source_rows, torch.arange(old, old + new, device=seq_lens.device))
-        rows = Rows(0, 0, [], self.seq_lens.device)
+        rows = Rows(new, 0, [], self.seq_lens.device)
         rows.block_table, rows.seq_lens = table[:, old:].contiguous(), seq_lens[old:].contiguous()
         rows.retain, rows.seen = self.retain.clone(), self.seen.clone()
         return rows
