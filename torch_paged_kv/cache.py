@@ -72,6 +72,8 @@ class PagedKVCache(nn.Module):
         self._rows = None
         self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
         self._shapes: dict[int, LayerShape] = {}
+        self._lanes: dict[int, int] = {}  # of the pool, per layer
+        self._spread = False  # over several devices
         self._views: dict[Any, tuple[Tensor, Tensor]] = {} if pool is None else pool.views
         self._lengths = Lengths.of(0)
         self._progress = Progress()
@@ -228,16 +230,19 @@ class PagedKVCache(nn.Module):
                 f"key must belong to the step that layer 0 began, got [num_seqs={num_seqs}, length={length}] of layer "
                 f"{layer}"
             )
-        place = self._places[layer]
         # Looked up here first: it saves a call in every layer of every step.
-        caches = self._views.get((place.lane, self._shapes[layer])) if step.eager else None
+        caches = self._views.get((self._lanes[layer], self._shapes[layer])) if step.eager else None
         key_cache, value_cache = caches = caches or self.caches(layer)
+        begun = step
+        if self._spread:
+            step = begun.on(key.device)
         if length == 1:  # one view instead of two, in every layer of every decode step
             key, value = key.squeeze(2), value.squeeze(2)
         else:
             key, value = _packed(key, step), _packed(value, step)
-        ops.reshape_and_cache(key, value, key_cache, value_cache, step.slot_mapping[place.group])
-        step.written, step.caches = layer, caches
+        ops.reshape_and_cache(key, value, key_cache, value_cache, step.slot_mapping[self._places[layer].group])
+        begun.written = step.written = layer
+        step.caches = caches
         if layer == len(self._places) - 1 and self._windows is not None:
             progress.step = None  # every layer is written; a compiled graph would hand the tensors out
         return step
@@ -303,7 +308,7 @@ class PagedKVCache(nn.Module):
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        lane, shape = self._places[layer].lane, self._shapes[layer]
+        lane, shape = self._lanes[layer], self._shapes[layer]
         if torch.compiler.is_compiling():
             return cache_views(self.pool.lane(lane), shape, self.block_size)
         views = self._views.get((lane, shape))
@@ -323,8 +328,10 @@ class PagedKVCache(nn.Module):
         rows, lengths = self._rows, self._mirror()
         if rows is None:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
-        table = rows.block_table[self._places[layer].group]
-        key, value = ops.gather_blocks(*self.caches(layer), table, rows.seq_lens, lengths.seen)
+        key_cache, value_cache = self.caches(layer)
+        table = rows.block_table[self._places[layer].group].to(key_cache.device)
+        seq_lens = rows.seq_lens.to(key_cache.device)
+        key, value = ops.gather_blocks(key_cache, value_cache, table, seq_lens, lengths.seen)
         if lengths.gapless:
             return key, value
         back = torch.argsort(right_align(lengths.stored()), dim=1).to(key.device)[:, None, :, None]
@@ -354,7 +361,7 @@ class PagedKVCache(nn.Module):
     def fork(self) -> PagedKVCache:
         """A cache with the same sequences that shares every block; what either writes later is its own."""
         fork = self._blank()
-        fork._shapes = dict(self._shapes)
+        fork._shapes, fork._lanes, fork._spread = dict(self._shapes), dict(self._lanes), self._spread
         fork._places = list(self._places)
         fork._lengths = self._mirror().copy()
         if self._rows is not None:
@@ -392,6 +399,8 @@ class PagedKVCache(nn.Module):
         self._pool = None
         self._lengths = Lengths.of(0)
         self._shapes.clear()
+        self._lanes.clear()
+        self._spread = False
         self._views = {}
 
     def is_written(self, layer: int) -> bool:
@@ -483,10 +492,10 @@ class PagedKVCache(nn.Module):
         if self._pool is None:
             self._pool = self._new_pool(key, shape)
             self._views = self._pool.views
-        if self._pool.device != key.device:
-            raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
-        self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
+        elements, dtype = shape.elements(self.block_size), self.dtype or key.dtype
+        self._lanes[layer] = self._pool.ensure_lane(place.lane, elements, dtype, key.device)
         self._shapes[layer] = shape
+        self._spread |= self._pool.device != key.device
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)
@@ -526,7 +535,7 @@ class PagedKVCache(nn.Module):
         if not enough:
             pool.raise_if_exhausted()
         if compiling or pool.shared:
-            ops.copy_blocks(pool.lanes(), [], block_mapping)
+            pool.copy_blocks(block_mapping)
         rows.seen.add_(length)
         if not compiling:
             progress.cropped = False

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import ops
 from .pool import BlockPool
 
 
 class KVPool(BlockPool):
-    """A :class:`BlockPool` with the memory of its blocks: one *lane* of storage per layer of a group.
+    """A :class:`BlockPool` with the memory of its blocks: one *lane* of storage per layer of a group (and device).
 
     Caches of the same model may share one (chat turns, forks): they hold rows, the pool holds blocks.
 
     Args:
         num_blocks: blocks to begin with.
         block_size: tokens in a block.
-        device: of every lane and of the allocator's state.
+        device: of the allocator's state. Lanes are where their layers are.
         growable: whether caches may :meth:`grow` it.
 
     Buffers: ``lane_<i> [num_blocks, elements]`` beside those of :class:`BlockPool`.
@@ -29,6 +30,7 @@ class KVPool(BlockPool):
         super().__init__(num_blocks, block_size, device)
         self.growable = growable
         self.num_lanes = 0
+        self._placed: dict[tuple[int, torch.device], int] = {}  # index of the storage of a lane on a device
         self.views: dict[Any, tuple[Tensor, Tensor]] = {}  # of lanes, for eager code; emptied when a lane moves
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
@@ -44,19 +46,28 @@ class KVPool(BlockPool):
         """All lanes, for ops that move whole blocks."""
         return [self.lane(index) for index in range(self.num_lanes)]
 
+    def copy_blocks(self, block_mapping: Tensor) -> None:
+        """Copy blocks in every lane: pairs (source, destination) int64 ``[num_pairs, 2]``, -1 for none."""
+        lanes: dict[torch.device, list[Tensor]] = {}
+        for lane in self.lanes():
+            lanes.setdefault(lane.device, []).append(lane)
+        for device, there in lanes.items():
+            ops.copy_blocks(there, [], block_mapping.to(device))
+
     @torch.inference_mode(False)  # memory made in inference mode serves outside of it too
-    def ensure_lane(self, index: int, elements: int, dtype: torch.dtype) -> None:
-        """Make lane ``index`` exist with at least ``elements`` elements a block."""
-        while self.num_lanes <= index:
-            self._set_lane(self.num_lanes, torch.empty(self.num_blocks, 0, dtype=dtype, device=self.device))
+    def ensure_lane(self, lane: int, elements: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Index of the storage of a lane's layers on ``device``, made with at least ``elements`` elements a block."""
+        if (lane, device) not in self._placed:
+            self._set_lane(self.num_lanes, torch.empty(self.num_blocks, elements, dtype=dtype, device=device))
+            self._placed[lane, device] = self.num_lanes
             self.num_lanes += 1
-        lane = self.lane(index)
-        if lane.shape[1] == 0:
-            self._set_lane(index, torch.empty(self.num_blocks, elements, dtype=dtype, device=self.device))
-        elif lane.dtype != dtype:
-            raise ValueError(f"key must be {lane.dtype} like the layers that share its lane, got {dtype}")
-        elif lane.shape[1] < elements:
-            self._set_lane(index, _resized(lane, self.num_blocks, elements))
+        index = self._placed[lane, device]
+        storage = self.lane(index)
+        if storage.dtype != dtype:
+            raise ValueError(f"key must be {storage.dtype} like the layers that share its lane, got {dtype}")
+        if storage.shape[1] < elements:
+            self._set_lane(index, _resized(storage, self.num_blocks, elements))
+        return index
 
     @torch.inference_mode(False)
     def grow(self, num_blocks: int) -> None:

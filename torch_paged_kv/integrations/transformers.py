@@ -363,7 +363,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether generate may compile the decode steps: asked several times a step, so not of every paged layer."""
-        sized = bool(self.layers) and self.is_sized and VERSION >= (5,)
+        sized = bool(self.layers) and self.is_sized and not self._spread and VERSION >= (5,)
         return sized and all(layer.is_compileable for layer in self._other_layers())
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
@@ -463,6 +463,16 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         return f"{type(self).__name__}(block_size={self.block_size}, num_layers={len(self.layers)})"
 
     # ---- within ---------------------------------------------------------------------------------------------------
+
+    def _add_layer(self, layer: int, key: Tensor, value: Tensor) -> None:
+        core.PagedKVCache._add_layer(self, layer, key, value)
+        shared: int | None = getattr(self._text_config, "num_kv_shared_layers", None)
+        if self._spread and self._direct and shared:
+            # A later layer would be given a copy of the keys on its own device, and the copy has no handle.
+            raise ValueError(
+                f"key must be on {self.pool.device} like those of the other layers, as layers share keys and values, "
+                f'got {key.device}: use PagedKVCache(config, mode="gather")'
+            )
 
     def _blank(self) -> PagedKVCache:
         size = self._size if self._pool is None else {}
