@@ -178,3 +178,49 @@ def test_layers_of_a_lane_on_two_devices() -> None:
     assert [lane.device.type for lane in cache.pool.lanes()] == ["cpu", "meta"]
     torch.testing.assert_close(cache.layers[0].keys, key)
     torch.testing.assert_close(cache.layers[2].values, key)
+
+
+def test_layers_can_be_offloaded(device: torch.device) -> None:
+    """Between steps, with some of them fetched ahead; blocks that are copied on write in host memory too."""
+    model = models.tiny("llama").to(device)
+    expected = generate(model, str(device), DynamicCache(config=model.config), num_beams=3)
+    cache, steps = PagedKVCache(model.config, block_size=4), 0
+
+    def offload(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        for layer in cache.layers:
+            layer.offload()  # before the first step there is nothing to move
+        if steps == 1:
+            return
+        assert {lane.device.type for lane in cache.pool.lanes()} <= {"cpu"}
+        cache.layers[0].prefetch()
+        assert {lane.device.type for lane in cache.pool.lanes()[:1]} <= {device.type}
+
+    handle = model.register_forward_pre_hook(offload)
+    assert torch.equal(generate(model, str(device), cache, num_beams=3), expected)
+    handle.remove()
+    assert steps == 20
+    assert {lane.device for lane in cache.pool.lanes()} == {cache.pool.device}
+    assert cache.layers[2].keys.device.type == device.type
+
+
+def test_offloading_moves_a_lane_and_its_next_use_moves_it_back() -> None:
+    """`meta` stands for the accelerator here: what is moved there has no values, but a place."""
+    cache, key = PagedKVCache(models.tiny("llama").config, block_size=4), torch.randn(1, 2, 5, 16)
+
+    def step() -> list[str]:
+        for layer, device in enumerate(["cpu", "meta", "meta"]):
+            cache.update(key.to(device), key.to(device), layer)
+            cache._progress.pending = None
+        return [lane.device.type for lane in cache.pool.lanes()]
+
+    def take_values(self: Tensor, device: torch.device, **_: Any) -> Tensor:
+        return torch.zeros(self.shape, device=device)
+
+    assert step() == ["cpu", "meta", "meta"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Tensor, "to", take_values)  # meta has no values to copy out
+        cache.layers[1].offload()
+    assert [lane.device.type for lane in cache.pool.lanes()] == ["cpu", "cpu", "meta"]
+    assert step() == ["cpu", "meta", "meta"]

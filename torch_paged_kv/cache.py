@@ -313,6 +313,7 @@ class PagedKVCache(nn.Module):
             return cache_views(self.pool.lane(lane), shape, self.block_size)
         views = self._views.get((lane, shape))
         if views is None:
+            self.pool.move_in(lane)  # the layer may have been moved out
             views = self._views[lane, shape] = cache_views(self.pool.lane(lane), shape, self.block_size)
         return views
 
@@ -402,6 +403,19 @@ class PagedKVCache(nn.Module):
         self._lanes.clear()
         self._spread = False
         self._views = {}
+
+    def move_out(self, layer: int) -> None:
+        """Move a layer's keys and values to host memory; its next use moves them back, unless :meth:`move_in` has.
+
+        Its lane of the pool moves, free blocks included, and with it what other groups of layers keep there.
+        """
+        if layer in self._lanes:
+            self.pool.move_out(self._lanes[layer])
+
+    def move_in(self, layer: int) -> None:
+        """Move a layer's keys and values back to its device."""
+        if layer in self._lanes:
+            self.pool.move_in(self._lanes[layer])
 
     def is_written(self, layer: int) -> bool:
         """Whether a layer was ever written."""

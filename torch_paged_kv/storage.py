@@ -69,6 +69,20 @@ class KVPool(BlockPool):
             self._set_lane(index, _resized(storage, self.num_blocks, elements))
         return index
 
+    def move_out(self, index: int) -> None:
+        """Move a lane to host memory, pinned and asynchronously from an accelerator."""
+        self._move(index, torch.device("cpu"))
+
+    def move_in(self, index: int) -> None:
+        """Move a lane back to the device of its layers."""
+        self._move(index, next(device for (_, device), placed in self._placed.items() if placed == index))
+
+    @torch.inference_mode(False)
+    def _move(self, index: int, device: torch.device) -> None:
+        lane = self.lane(index)
+        if lane.device != device:
+            self._set_lane(index, lane.to(device, non_blocking=True))
+
     @torch.inference_mode(False)
     def grow(self, num_blocks: int) -> None:
         """Grow to ``num_blocks`` blocks, one lane at a time. Eager only: captured graphs hold the old memory."""

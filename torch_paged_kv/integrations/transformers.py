@@ -154,10 +154,12 @@ class PagedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def offload(self) -> None:
-        """Refused."""
-        raise NotImplementedError("PagedKVCache does not offload layers")
+        """Move the keys and values to host memory. Attention moves them back if :meth:`prefetch` has not."""
+        self.owner.move_out(self.index)
 
-    prefetch = offload
+    def prefetch(self) -> None:
+        """Move the keys and values back to the layer's device."""
+        self.owner.move_in(self.index)
 
 
 class PagedKVCache(core.PagedKVCache, DynamicCache):
