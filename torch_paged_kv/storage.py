@@ -52,7 +52,7 @@ class KVPool(BlockPool):
         for lane in self.lanes():
             lanes.setdefault(lane.device, []).append(lane)
         for device, there in lanes.items():
-            ops.copy_blocks(there, [], block_mapping.to(device))
+            ops.copy_blocks(there[:1], there[1:], block_mapping.to(device))  # AOTInductor passes no list that is empty
 
     @torch.inference_mode(False)  # memory made in inference mode serves outside of it too
     def ensure_lane(self, lane: int, elements: int, dtype: torch.dtype, device: torch.device) -> int:
