@@ -186,3 +186,33 @@ def test_layers_compute_nothing_of_the_step_again() -> None:
     assert len(attentions) == model.config.num_hidden_layers
     assert {node.args[5].op for node in attentions} == {"placeholder"}  # cu_seqlens_q
     assert len({node.args[3:6] for node in attentions}) == 1  # table, lengths and spans of all layers
+
+
+def test_one_graph_for_lengths_1_to_2048_and_after_reorders() -> None:
+    """Three rows, fed token by token; beams change places on the way, also twice from one row, and between blocks."""
+    model, length = models.tiny("llama"), 2048
+    history = torch.randint(3, models.VOCAB - 1, (3, length), generator=torch.Generator().manual_seed(1))
+    reorders = {2: [1, 2, 0], 15: [0, 0, 2], 16: [2, 1, 1], 700: [1, 0, 2], 1025: [2, 0, 1]}
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step: Any = torch.compile(model.forward, fullgraph=True, backend=backend)
+    cache = PagedKVCache(model.config, num_tokens=3 * (length + 16))
+    model(history[:, :1], past_key_values=cache)
+    for seen in range(1, length):
+        if seen in reorders:
+            order = torch.tensor(reorders[seen])
+            cache.reorder_cache(order)
+            history[:, :seen] = history[order, :seen]
+        position = torch.full((3, 1), seen)
+        logits = decode_step(step, cache, history[:, seen : seen + 1], position, seen)
+        if seen in {1, 2, 3, 15, 16, 17, 31, 32, 255, 256, 701, 1024, 1026, length - 1}:
+            expected = model(history[:, : seen + 1]).logits[:, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+    assert not counters["graph_break"]
+    assert cache.seq_lens() == [length] * 3
+    cache.check()
