@@ -73,7 +73,7 @@ LAYERS = [
     ["reference"],
     ["ops"],
     ["pool", "layout", "lengths", "step"],
-    ["storage"],
+    ["storage", "sizing"],
     ["cache"],
     ["prefix", "offload", "stats"],
     ["integrations"],

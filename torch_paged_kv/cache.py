@@ -21,6 +21,7 @@ from .errors import OutOfBlocksError
 from .layout import LayerPlace, LayerShape, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
+from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
 
@@ -71,7 +72,9 @@ class PagedKVCache(nn.Module):
         self._rows = None
         self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
         self._shapes: dict[int, LayerShape] = {}
-        self._views: dict[int, tuple[int, Tensor, Tensor]] = {}
+        self._lanes: dict[int, int] = {}  # of the pool, per layer
+        self._spread = False  # over several devices
+        self._views: dict[Any, tuple[Tensor, Tensor]] = {} if pool is None else pool.views
         self._lengths = Lengths.of(0)
         self._progress = Progress()
         self._set_windows(windows)
@@ -167,6 +170,17 @@ class PagedKVCache(nn.Module):
             order = None if is_right_aligned(real) else right_align(real)
             progress.padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
 
+    def expect(self, positions: int | None) -> None:
+        """Say how many positions there will be in the end, so that a pool without a size grows to that at once.
+
+        Only a hint: fewer leave blocks unused, more make the pool grow further. What it asks for ahead of need is not
+        more than half of the memory that is free.
+
+        Args:
+            positions: of the padded batch, all so far included; None: nobody knows.
+        """
+        self._progress.expected = positions
+
     def announce(self, length: int) -> None:
         """The host's hook before a step that may run inside a compiled graph, where no Python runs.
 
@@ -209,18 +223,28 @@ class PagedKVCache(nn.Module):
             self._add_layer(layer, key, value)
         if layer == 0:
             self._begin_step(key)
-        step = self._progress.step
-        if step is None or (step.num_seqs, step.length) != (key.shape[0], key.shape[2]):
+        progress = self._progress
+        step, (num_seqs, _, length, _) = progress.step, key.shape
+        if step is None or step.num_seqs != num_seqs or step.length != length:
             raise ValueError(
-                f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
-                f"length={key.shape[2]}] of layer {layer}"
+                f"key must belong to the step that layer 0 began, got [num_seqs={num_seqs}, length={length}] of layer "
+                f"{layer}"
             )
-        key_cache, value_cache = self.caches(layer)
-        slots = step.slot_mapping[self._places[layer].group]
-        ops.reshape_and_cache(_packed(key, step.order), _packed(value, step.order), key_cache, value_cache, slots)
-        step.written = layer
+        # Looked up here first: it saves a call in every layer of every step.
+        caches = self._views.get((self._lanes[layer], self._shapes[layer])) if step.eager else None
+        key_cache, value_cache = caches = caches or self.caches(layer)
+        begun = step
+        if self._spread:
+            step = begun.on(key.device)
+        if length == 1:  # one view instead of two, in every layer of every decode step
+            key, value = key.squeeze(2), value.squeeze(2)
+        else:
+            key, value = _packed(key, step), _packed(value, step)
+        ops.reshape_and_cache(key, value, key_cache, value_cache, step.slot_mapping[self._places[layer].group])
+        begun.written = step.written = layer
+        step.caches = caches
         if layer == len(self._places) - 1 and self._windows is not None:
-            self._progress.step = None  # every layer is written; a compiled graph would hand the tensors out
+            progress.step = None  # every layer is written; a compiled graph would hand the tensors out
         return step
 
     def attend(
@@ -255,9 +279,9 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        key_cache, value_cache = self.caches(layer)
+        key_cache, value_cache = step.caches if layer == step.written else self.caches(layer)
         out = ops.paged_attention(
-            _packed(query, step.order),
+            query.squeeze(2) if step.length == 1 else _packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -272,6 +296,8 @@ class PagedKVCache(nn.Module):
             alibi_slopes=alibi_slopes,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
+        if step.length == 1 and step.num_new is None:
+            return out.unsqueeze(1)
         out = out.view(step.num_seqs, step.length, *out.shape[1:])
         if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
             position = torch.arange(step.length, device=out.device)
@@ -282,14 +308,14 @@ class PagedKVCache(nn.Module):
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        pool, lane, shape = self.pool, self._places[layer].lane, self._shapes[layer]
+        lane, shape = self._lanes[layer], self._shapes[layer]
         if torch.compiler.is_compiling():
-            return cache_views(pool.lane(lane), shape, self.block_size)
-        views = self._views.get(layer)
-        if views is None or views[0] != pool.generation:
-            views = (pool.generation, *cache_views(pool.lane(lane), shape, self.block_size))
-            self._views[layer] = views
-        return views[1], views[2]
+            return cache_views(self.pool.lane(lane), shape, self.block_size)
+        views = self._views.get((lane, shape))
+        if views is None:
+            self.pool.move_in(lane)  # the layer may have been moved out
+            views = self._views[lane, shape] = cache_views(self.pool.lane(lane), shape, self.block_size)
+        return views
 
     def gather(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values as dense tensors over the padded positions.
@@ -303,8 +329,10 @@ class PagedKVCache(nn.Module):
         rows, lengths = self._rows, self._mirror()
         if rows is None:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
-        table = rows.block_table[self._places[layer].group]
-        key, value = ops.gather_blocks(*self.caches(layer), table, rows.seq_lens, lengths.seen)
+        key_cache, value_cache = self.caches(layer)
+        table = rows.block_table[self._places[layer].group].to(key_cache.device)
+        seq_lens = rows.seq_lens.to(key_cache.device)
+        key, value = ops.gather_blocks(key_cache, value_cache, table, seq_lens, lengths.seen)
         if lengths.gapless:
             return key, value
         back = torch.argsort(right_align(lengths.stored()), dim=1).to(key.device)[:, None, :, None]
@@ -334,7 +362,7 @@ class PagedKVCache(nn.Module):
     def fork(self) -> PagedKVCache:
         """A cache with the same sequences that shares every block; what either writes later is its own."""
         fork = self._blank()
-        fork._shapes = dict(self._shapes)
+        fork._shapes, fork._lanes, fork._spread = dict(self._shapes), dict(self._lanes), self._spread
         fork._places = list(self._places)
         fork._lengths = self._mirror().copy()
         if self._rows is not None:
@@ -372,7 +400,22 @@ class PagedKVCache(nn.Module):
         self._pool = None
         self._lengths = Lengths.of(0)
         self._shapes.clear()
-        self._views.clear()
+        self._lanes.clear()
+        self._spread = False
+        self._views = {}
+
+    def move_out(self, layer: int) -> None:
+        """Move a layer's keys and values to host memory; its next use moves them back, unless :meth:`move_in` has.
+
+        Its lane of the pool moves, free blocks included, and with it what other groups of layers keep there.
+        """
+        if layer in self._lanes:
+            self.pool.move_out(self._lanes[layer])
+
+    def move_in(self, layer: int) -> None:
+        """Move a layer's keys and values back to its device."""
+        if layer in self._lanes:
+            self.pool.move_in(self._lanes[layer])
 
     def is_written(self, layer: int) -> bool:
         """Whether a layer was ever written."""
@@ -462,16 +505,16 @@ class PagedKVCache(nn.Module):
         place, shape = self._places[layer], LayerShape(key.shape[1], key.shape[3], value.shape[3])
         if self._pool is None:
             self._pool = self._new_pool(key, shape)
-        if self._pool.device != key.device:
-            raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
-        self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
+            self._views = self._pool.views
+        elements, dtype = shape.elements(self.block_size), self.dtype or key.dtype
+        self._lanes[layer] = self._pool.ensure_lane(place.lane, elements, dtype, key.device)
         self._shapes[layer] = shape
+        self._spread |= self._pool.device != key.device
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)
-        if not self._size:
-            columns = -(-key.shape[2] // self.block_size) + 1
-            return KVPool(key.shape[0] * num_groups * columns, self.block_size, key.device, growable=True)
+        if not self._size:  # as small as can be: the step that begins now makes room for itself
+            return KVPool(1, self.block_size, key.device, growable=True)
         num_lanes = max(place.lane for place in self._places) + 1
         block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
         num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
@@ -494,7 +537,7 @@ class PagedKVCache(nn.Module):
         rows, pool = self._rows, self.pool
         assert rows is not None
         releasing = not progress.keeping_past or progress.cropped
-        cu_seqlens_q = torch.arange(0, (num_seqs + 1) * length, length, dtype=torch.int32, device=key.device)
+        cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
             rows.block_table,
             rows.seq_lens,
@@ -506,7 +549,7 @@ class PagedKVCache(nn.Module):
         if not enough:
             pool.raise_if_exhausted()
         if compiling or pool.shared:
-            ops.copy_blocks(pool.lanes(), [], block_mapping)
+            pool.copy_blocks(block_mapping)
         rows.seen.add_(length)
         if not compiling:
             progress.cropped = False
@@ -520,6 +563,7 @@ class PagedKVCache(nn.Module):
             cu_seqlens_q,
             None if padding is None else padding.num_new,
             None if padding is None else padding.order,
+            not compiling,
         )
 
     def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
@@ -539,7 +583,35 @@ class PagedKVCache(nn.Module):
         width = rows.block_table.shape[2]
         if widest > width:
             rows.widen(max(widest, 2 * width))
-        return pool.make_room(wanted * len(self._group_windows))
+        wanted *= len(self._group_windows)
+        enough = pool.has_room(wanted)
+        if not enough and pool.growable:
+            pool.grow(pool.num_blocks + self._blocks_to_add(wanted, counts, length))
+            enough = True
+        pool.take(wanted)
+        return enough
+
+    def _blocks_to_add(self, wanted: int, counts: Sequence[int], length: int) -> int:
+        """Blocks by which the pool grows for a step that finds fewer free than it may want.
+
+        Args:
+            wanted: blocks of the step.
+            counts: tokens of the step, per row.
+            length: positions of the step.
+        """
+        pool, lengths, expected = self.pool, self._mirror(), self._progress.expected
+        lacking = wanted - pool.free_bound
+        later = -1 if expected is None else expected - lengths.seen - length
+        if later < 0:
+            first = (
+                len(counts) * len(self._group_windows) if pool.num_blocks == 1 else 0
+            )  # the coming block of each row
+            return max(lacking + first, growth(pool.num_blocks))
+        windows, size = self._group_windows, self.block_size
+        ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
+        num_lanes = max(place.lane for place in self._places) + 1
+        block_bytes = pool.block_bytes // pool.num_lanes * num_lanes
+        return max(lacking, min(ahead, affordable_blocks(pool.device, block_bytes)))
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()
@@ -572,10 +644,10 @@ class PagedKVCache(nn.Module):
         return mask.gather(3, columns[:, None, None, :].expand(mask.shape))
 
 
-def _packed(states: Tensor, order: Tensor | None) -> Tensor:
+def _packed(states: Tensor, step: Step) -> Tensor:
     """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
-    if order is not None:
-        states = states.gather(2, order[:, None, :, None].expand(states.shape))
+    if step.order is not None:
+        states = states.gather(2, step.order[:, None, :, None].expand(states.shape))
     return states.transpose(1, 2).flatten(0, 1)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,8 +25,7 @@ class LayerPlace:
     window: int | None  # keys a query sees, itself included; None = all
 
 
-@dataclass(frozen=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """Sizes of one layer's key and value rows."""
 
     num_kv_heads: int
