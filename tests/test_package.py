@@ -72,7 +72,7 @@ LAYERS = [
     ["_library", "errors"],
     ["reference"],
     ["ops"],
-    ["pool", "layout", "lengths", "step"],
+    ["pool", "layout", "lengths", "scales", "step"],
     ["storage"],
     ["cache"],
     ["prefix", "offload", "stats"],

@@ -21,10 +21,15 @@ from .errors import OutOfBlocksError
 from .layout import LayerPlace, LayerShape, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
+from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, scale_views
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
 
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BIT_DTYPES)
+
+
+# key_cache, value_cache, key_scale, value_scale of a layer.
+LayerTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class PagedKVCache(nn.Module):
@@ -39,7 +44,10 @@ class PagedKVCache(nn.Module):
         num_tokens: size of the pool in tokens of one sequence.
         bytes: size of the pool in bytes.
         fraction: size of the pool as a share of the memory that is free at the first write.
-        dtype: of the stored keys and values (float32, float16, bfloat16). None: that of the first key.
+        dtype: of the stored keys and values (float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8). None: that
+            of the first key, or of ``pool``.
+        scales: of an 8-bit cache. "per_slot": made for every slot and head as it is stored; :class:`StaticScales`:
+            fixed ones; None: stored as it is, saturated (float8 alone). "auto" is "per_slot" for 8-bit dtypes.
         pool: the pool of another cache of the same model, to share its blocks.
 
     Keys and values come as ``[num_seqs, num_kv_heads, length, head_size]``, queries as ``[num_seqs, num_heads, length,
@@ -59,19 +67,22 @@ class PagedKVCache(nn.Module):
         bytes: int | None = None,
         fraction: float | None = None,
         dtype: torch.dtype | None = None,
+        scales: Scales = "auto",
         pool: KVPool | None = None,
     ) -> None:
         super().__init__()
         sizes = {"num_blocks": num_blocks, "num_tokens": num_tokens, "bytes": bytes, "fraction": fraction}
         self._size: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        _check_arguments(self._size, block_size, dtype, windows, pool)
+        _check_arguments(self._size, block_size, dtype, scales, windows, pool)
         self.block_size = block_size if pool is None else pool.block_size
-        self.dtype = dtype
+        self.dtype, self.scales = _kind(dtype, scales, pool)
+        self._layer_scales = None if self.scales is None else LayerScales(self.scales)
+        self._gathered_dtype: torch.dtype | None = None  # of an 8-bit cache: that of the first key
         self._pool = pool
         self._rows = None
         self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
         self._shapes: dict[int, LayerShape] = {}
-        self._views: dict[int, tuple[int, Tensor, Tensor]] = {}
+        self._views: dict[int, tuple[int, LayerTensors]] = {}
         self._lengths = Lengths.of(0)
         self._progress = Progress()
         self._set_windows(windows)
@@ -215,9 +226,10 @@ class PagedKVCache(nn.Module):
                 f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
                 f"length={key.shape[2]}] of layer {layer}"
             )
-        key_cache, value_cache = self.caches(layer)
+        key_cache, value_cache, *scales = self._tensors(layer)
         slots = step.slot_mapping[self._places[layer].group]
-        ops.reshape_and_cache(_packed(key, step.order), _packed(value, step.order), key_cache, value_cache, slots)
+        key, value = _packed(key, step.order), _packed(value, step.order)
+        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, *scales)
         step.written = layer
         if layer == len(self._places) - 1 and self._windows is not None:
             self._progress.step = None  # every layer is written; a compiled graph would hand the tensors out
@@ -255,7 +267,7 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        key_cache, value_cache = self.caches(layer)
+        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
         out = ops.paged_attention(
             _packed(query, step.order),
             key_cache,
@@ -270,6 +282,8 @@ class PagedKVCache(nn.Module):
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            key_scale=key_scale,
+            value_scale=value_scale,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
         out = out.view(step.num_seqs, step.length, *out.shape[1:])
@@ -282,21 +296,37 @@ class PagedKVCache(nn.Module):
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        pool, lane, shape = self.pool, self._places[layer].lane, self._shapes[layer]
+        return self._tensors(layer)[:2]
+
+    def _tensors(self, layer: int) -> LayerTensors:
         if torch.compiler.is_compiling():
-            return cache_views(pool.lane(lane), shape, self.block_size)
+            return self._layer_views(layer)
         views = self._views.get(layer)
-        if views is None or views[0] != pool.generation:
-            views = (pool.generation, *cache_views(pool.lane(lane), shape, self.block_size))
+        if views is None or views[0] != self.pool.generation:
+            views = (self.pool.generation, self._layer_views(layer))
             self._views[layer] = views
-        return views[1], views[2]
+        return views[1]
+
+    def _layer_views(self, layer: int) -> LayerTensors:
+        pool, lane, shape, scales = self.pool, self._lane(layer), self._shapes[layer], self._layer_scales
+        key_cache, value_cache = cache_views(pool.lane(lane), shape, self.block_size)
+        if scales is None:
+            return key_cache, value_cache, None, None
+        if scales.static is not None:
+            return key_cache, value_cache, *scales.of(layer)
+        return key_cache, value_cache, *scale_views(pool.lane(lane + 1), shape.num_kv_heads, self.block_size)
+
+    def _lane(self, layer: int) -> int:
+        """Index of a layer's lane in the pool; the next one holds the scales of its slots, if it has any."""
+        lane = self._places[layer].lane
+        return lane if self._layer_scales is None else lane * self._layer_scales.lanes
 
     def gather(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values as dense tensors over the padded positions.
 
         Returns:
-            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies. Padding, and what a
-            sliding window has released, is 0.
+            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies, of an 8-bit cache in the
+            dtype of the first key. Padding, and what a sliding window has released, is 0.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("gather has a data-dependent shape: call it outside of the compiled graph")
@@ -304,7 +334,17 @@ class PagedKVCache(nn.Module):
         if rows is None:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
         table = rows.block_table[self._places[layer].group]
-        key, value = ops.gather_blocks(*self.caches(layer), table, rows.seq_lens, lengths.seen)
+        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
+        key, value = ops.gather_blocks(
+            key_cache,
+            value_cache,
+            table,
+            rows.seq_lens,
+            lengths.seen,
+            dtype=self._gathered_dtype,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
         if lengths.gapless:
             return key, value
         back = torch.argsort(right_align(lengths.stored()), dim=1).to(key.device)[:, None, :, None]
@@ -335,6 +375,7 @@ class PagedKVCache(nn.Module):
         """A cache with the same sequences that shares every block; what either writes later is its own."""
         fork = self._blank()
         fork._shapes = dict(self._shapes)
+        fork._layer_scales, fork._gathered_dtype = self._layer_scales, self._gathered_dtype
         fork._places = list(self._places)
         fork._lengths = self._mirror().copy()
         if self._rows is not None:
@@ -398,7 +439,12 @@ class PagedKVCache(nn.Module):
         """An empty cache like this one, on the same pool."""
         pool = self._pool
         return PagedKVCache(
-            self._windows, block_size=self.block_size, dtype=self.dtype, pool=pool, **({} if pool else self._size)
+            self._windows,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            scales=self.scales,
+            pool=pool,
+            **({} if pool else self._size),
         )
 
     def _set_windows(self, windows: Sequence[int | None] | None) -> None:
@@ -459,12 +505,19 @@ class PagedKVCache(nn.Module):
             )
         if self._windows is None:
             self._places += [LayerPlace(0, lane, None) for lane in range(len(self._places), layer + 1)]
-        place, shape = self._places[layer], LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         if self._pool is None:
             self._pool = self._new_pool(key, shape)
         if self._pool.device != key.device:
             raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
-        self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
+        self._pool.adopt(self.scales)
+        dtype, scales = self.dtype or key.dtype, self._layer_scales
+        if scales is not None:
+            scales.add_layer(layer, shape, key.device)
+        self._pool.ensure_lane(self._lane(layer), shape.elements(self.block_size), dtype)
+        if scales is not None and scales.static is None:
+            self._pool.ensure_lane(self._lane(layer) + 1, scales.elements(shape, self.block_size), torch.float32)
+        self._gathered_dtype = key.dtype if dtype in EIGHT_BIT_DTYPES else None
         self._shapes[layer] = shape
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
@@ -474,6 +527,8 @@ class PagedKVCache(nn.Module):
             return KVPool(key.shape[0] * num_groups * columns, self.block_size, key.device, growable=True)
         num_lanes = max(place.lane for place in self._places) + 1
         block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
+        if self._layer_scales is not None:
+            block_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize * num_lanes
         num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
         if "num_tokens" in self._size:
             num_blocks *= num_groups  # a sequence takes blocks in every group
@@ -579,10 +634,18 @@ def _packed(states: Tensor, order: Tensor | None) -> Tensor:
     return states.transpose(1, 2).flatten(0, 1)
 
 
+def _kind(dtype: torch.dtype | None, scales: Scales, pool: KVPool | None) -> tuple[torch.dtype | None, Scales]:
+    """Dtype and scales of a cache; left open, they are those of its pool."""
+    if dtype is None and scales == "auto" and pool is not None and pool.num_lanes > 0:
+        return pool.lane(0).dtype, pool.scales
+    return dtype, choose_scales(dtype, scales)
+
+
 def _check_arguments(
     size: dict[str, Any],
     block_size: int,
     dtype: torch.dtype | None,
+    scales: Scales,
     windows: Sequence[int | None] | None,
     pool: KVPool | None,
 ) -> None:
@@ -597,6 +660,8 @@ def _check_arguments(
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if dtype is not None and dtype not in CACHE_DTYPES:
         raise ValueError(f"dtype must be one of {CACHE_DTYPES}, got {dtype}")
+    if isinstance(scales, StaticScales) and windows is not None and scales.num_layers != len(windows):
+        raise ValueError(f"scales must have a scale for each of {len(windows)} layers, got {scales.num_layers}")
     for window in windows or ():
         if window is not None and window < 1:
             raise ValueError(f"windows must be positive or None, got {window}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .pool import BlockPool
+from .scales import Scales
 
 GROWTH = 1.5  # a pool without a given size grows by this factor
 
@@ -30,6 +31,7 @@ class KVPool(BlockPool):
         super().__init__(num_blocks, block_size, device)
         self.growable = growable
         self.num_lanes = 0
+        self.scales: Scales = None  # of every cache that shares the pool; the first one tells
         self.generation = 0  # changes when lanes move in memory
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
@@ -44,6 +46,19 @@ class KVPool(BlockPool):
     def lanes(self) -> list[Tensor]:
         """All lanes, for ops that move whole blocks."""
         return [self.lane(index) for index in range(self.num_lanes)]
+
+    def adopt(self, scales: Scales) -> None:
+        """Take a cache whose blocks are scaled by ``scales``; all caches of a pool read each other's blocks.
+
+        Raises:
+            ValueError: another cache's blocks are scaled otherwise.
+        """
+        if self.num_lanes == 0:
+            self.scales = scales
+        elif self.scales != scales:
+            raise ValueError(
+                f"scales must be {self.scales!r} like those of the caches that share the pool, got {scales!r}"
+            )
 
     @torch.inference_mode(False)  # memory made in inference mode serves outside of it too
     def ensure_lane(self, index: int, elements: int, dtype: torch.dtype) -> None:
