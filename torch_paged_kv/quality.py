@@ -73,8 +73,13 @@ class Meter:
     """Measures kinds of cache on one model."""
 
     def __init__(self, model: Any, tokenizer: Any, prompts: list[str], text: str, new: int) -> None:
+        from torch_paged_kv.integrations.calibration import cache_argument
+
         self.model, self.new = model, new
-        self.argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self.argument = cache_argument(model)
+        # Models that can are spared the logits of the prompts.
+        keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.last_logits = {"logits_to_keep": new} if keep else {}
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.batch = self._encode(tokenizer, prompts)
         self.text = self._encode(tokenizer, [text])["input_ids"]  # [1, length]
@@ -118,9 +123,9 @@ class Meter:
             mask = torch.cat([mask, torch.ones_like(reference[:, :-1])], 1)
             ids = torch.cat([self.batch["input_ids"][rows], reference[:, :-1]], 1)
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids}
-            logits = self.model(**inputs, **{self.argument: new_cache()}, logits_to_keep=self.new).logits
-            found.append(logits.argmax(-1))
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids} | self.last_logits
+            logits = self.model(**inputs, **{self.argument: new_cache()}).logits
+            found.append(logits[:, -self.new :].argmax(-1))
         return torch.cat(found)
 
     def _perplexity(self, cache: Any) -> float:

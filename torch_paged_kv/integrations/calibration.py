@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,14 +74,27 @@ def calibrate(
     for batch in batches:
         observer = _Observer(model.config.get_text_config(decoder=True))
         observer.peaks = peaks
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        model(**inputs, past_key_values=observer, use_cache=True)
+        model(**_inputs(model, batch), **{cache_argument(model): observer}, use_cache=True)
         num_layers = sum(isinstance(layer, PagedLayer) for layer in observer.layers)
     key, value = (
         [_scale(f"{name} of layer {layer}", found.get(layer), dtype, scales, margin) for layer in range(num_layers)]
         for name, found in zip(("key", "value"), peaks, strict=True)
     )
     return StaticScales(dtype, key, value)
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the argument that a model's forward takes a cache by: it is another one in the newest releases."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _inputs(model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch on the model's device, its positions counted from each row's first token as ``generate`` counts them."""
+    inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    mask = inputs.get("attention_mask")
+    if mask is not None and "position_ids" in inspect.signature(model.forward).parameters:
+        inputs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
+    return inputs
 
 
 def _scale(name: str, peaks: Tensor | None, dtype: torch.dtype, scales: str, margin: float) -> Tensor:
