@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 BLOCK = 4
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -482,3 +487,33 @@ def test_a_wide_cache_is_as_before() -> None:
     models.assert_same(models.generate(model, batch, cache), models.generate(model, batch, DynamicCache()))
     assert cache.scales is None
     assert len(cache.pool.lanes()) == model.config.num_hidden_layers
+
+
+def test_debug_mode_checks_scales() -> None:
+    """Every slot with a token has a scale, whatever moved its block; one that is spoilt is named (PAGED_KV_DEBUG=1)."""
+    code = """
+        import math, sys
+        sys.path.insert(0, "tests")
+        import models, torch, torch_paged_kv
+        for family in ("llama", "gemma3", "falcon"):
+            model = models.tiny(family)
+            for scenario in (models.beams, models.left_padded, models.forked, models.assisted):
+                if scenario is not models.assisted or family == "llama":
+                    scenario(model, caches := models.paged(dtype=torch.int8))
+                    models.assert_all_free(caches)
+        model, cache = models.tiny("llama"), torch_paged_kv.PagedKVCache(block_size=4, dtype=torch.int8)
+        with torch.no_grad():
+            model(**models.prompts([6]), past_key_values=cache)
+            _, _, key_scale, value_scale = cache._tensors(1)
+            value_scale[1, 1, 0] = math.nan
+            try:
+                model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+            except ValueError as error:
+                print(error)
+    """
+    environment = {**os.environ, "PAGED_KV_DEBUG": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    message = "value_scale must be finite and above 0 where a token is, got nan at row 0, position 5, head 0"
+    assert result.stdout.strip() == message
