@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
-from torch_paged_kv import PagedKVCache, reference
+from torch_paged_kv import PagedKVCache, paged, reference
 from torch_paged_kv import cache as core
 from torch_paged_kv.scales import StaticScales
 
@@ -257,6 +257,24 @@ def test_scales_move_with_their_blocks() -> None:
     assert cache.stats()["held_blocks"] == 1 + 3 * 2  # the full block is shared, the half one was copied
 
 
+def test_layers_of_unequal_shape_share_lanes() -> None:
+    """A sliding layer with more and larger heads draws on the lanes of a full one: they widen, and keep their rows."""
+    shapes = [(2, 8), (4, 24)]  # heads, head size
+    caches = [core.PagedKVCache([None, 8], block_size=BLOCK, dtype=dtype) for dtype in (torch.int8, torch.float32)]
+    for step, length in enumerate((6, 1, 1, 3, 9)):
+        for layer, (heads, head_size) in enumerate(shapes):
+            states = torch.randn(2, heads, length, head_size) * 10.0**step
+            caches[0].write(layer, states, -states)
+            states = rounded(states, torch.int8, None, per_slot=True)
+            caches[1].write(layer, states, -states)
+        for layer in range(2):
+            for mine, right in zip(caches[0].gather(layer), caches[1].gather(layer), strict=True):
+                assert torch.equal(mine, right)
+    assert len(caches[0].pool.lanes()) == 2
+    elements = BLOCK * 4 * 2 * 24
+    assert caches[0].pool.block_bytes == elements + 2 * BLOCK * 4 * 4
+
+
 # -------------------------------------------------------------------------------------------- B20, memory, what is read
 
 
@@ -478,6 +496,18 @@ def test_static_scales_come_back_from_a_file(tmp_path: Path) -> None:
     save_file({"key.0": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"path must be a file that StaticScales\.save wrote"):
         StaticScales.load(tmp_path / "other.safetensors")
+
+
+def test_a_patched_model_uses_them_by_default() -> None:
+    model, batch = models.tiny("llama"), models.prompts([models.PROMPT])
+    scales = static_scales(model, torch.int8)
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    with paged(model, dtype=torch.int8, scales=scales, block_size=BLOCK):
+        output = model.generate(**batch, **settings)
+    cache = output.past_key_values
+    assert (cache.pool.lane(0).dtype, cache.scales) == (torch.int8, scales)
+    expected = models.generate(model, batch, PagedKVCache(model.config, dtype=torch.int8, scales=scales), **settings)
+    assert torch.equal(output.sequences, expected.tokens[0])
 
 
 def test_a_wide_cache_is_as_before() -> None:
