@@ -501,9 +501,9 @@ def test_static_scales_come_back_from_a_file(tmp_path: Path) -> None:
 def test_a_patched_model_uses_them_by_default() -> None:
     model, batch = models.tiny("llama"), models.prompts([models.PROMPT])
     scales = static_scales(model, torch.int8)
-    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     with paged(model, dtype=torch.int8, scales=scales, block_size=BLOCK):
-        output = model.generate(**batch, **settings)
+        output = model.generate(**batch, **settings, return_dict_in_generate=True)
     cache = output.past_key_values
     assert (cache.pool.lane(0).dtype, cache.scales) == (torch.int8, scales)
     expected = models.generate(model, batch, PagedKVCache(model.config, dtype=torch.int8, scales=scales), **settings)

@@ -77,6 +77,9 @@ class Meter:
 
         self.model, self.new = model, new
         self.argument = cache_argument(model)
+        ends = model.generation_config.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        self.ends = torch.tensor(ends, dtype=torch.int64, device=model.device)  # tokens that end a sequence
         # Models that can are spared the logits of the prompts.
         keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.last_logits = {"logits_to_keep": new} if keep else {}
@@ -125,7 +128,8 @@ class Meter:
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids} | self.last_logits
             logits = self.model(**inputs, **{self.argument: new_cache()}).logits
-            found.append(logits[:, -self.new :].argmax(-1))
+            logits = logits[:, -self.new :].index_fill(2, self.ends, -torch.inf)  # nor may generate end early
+            found.append(logits.argmax(-1))
         return torch.cat(found)
 
     def _perplexity(self, cache: Any) -> float:
