@@ -488,6 +488,7 @@ def test_static_scales_come_back_from_a_file(tmp_path: Path) -> None:
         scales = static_scales(model, dtype)
         scales.save(tmp_path / "scales.safetensors")
         loaded = StaticScales.load(tmp_path / "scales.safetensors")
+        assert repr(loaded) == f"StaticScales({dtype}, 3 layers)"
         assert loaded.dtype == dtype
         for mine, right in zip([*loaded.key, *loaded.value], [*scales.key, *scales.value], strict=True):
             assert torch.equal(mine, right)

@@ -226,10 +226,10 @@ class PagedKVCache(nn.Module):
                 f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
                 f"length={key.shape[2]}] of layer {layer}"
             )
-        key_cache, value_cache, *scales = self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
         slots = step.slot_mapping[self._places[layer].group]
         key, value = _packed(key, step.order), _packed(value, step.order)
-        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, *scales)
+        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         step.written = layer
         if layer == len(self._places) - 1 and self._windows is not None:
             self._progress.step = None  # every layer is written; a compiled graph would hand the tensors out

@@ -23,7 +23,7 @@ EIGHT_BIT_DTYPES = tuple(MAX_OF_DTYPE)
 PER_SLOT = "per_slot"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StaticScales:
     """Scales that are fixed before anything is stored: real value = stored value * scale.
 
@@ -48,6 +48,9 @@ class StaticScales:
         for name, scales in (("key", self.key), ("value", self.value)):
             for layer, scale in enumerate(scales):
                 _check_scale(f"{name}[{layer}]", scale)
+
+    def __repr__(self) -> str:
+        return f"StaticScales({self.dtype}, {self.num_layers} layers)"
 
     @property
     def num_layers(self) -> int:
