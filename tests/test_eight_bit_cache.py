@@ -63,12 +63,12 @@ def rounded(states: Tensor, dtype: torch.dtype, scale: Tensor | None, per_slot: 
     rows = states.transpose(1, 2).flatten(0, 1)  # [num_tokens, num_kv_heads, head_size]
     num_tokens = len(rows)
     if per_slot:
-        scale = torch.full((1, num_tokens, heads), math.nan)
-    cache = torch.zeros(1, num_tokens, heads, head_size, dtype=dtype)
-    slots = torch.arange(num_tokens)
-    reference.reshape_and_cache(
-        rows, rows, cache, cache.clone(), slots, scale, None if scale is None else scale.clone()
-    )
+        scale = torch.full((1, num_tokens, heads), math.nan, device=rows.device)
+    cache = torch.zeros(1, num_tokens, heads, head_size, dtype=dtype, device=rows.device)
+    slots = torch.arange(num_tokens, device=rows.device)
+    scale = None if scale is None else scale.to(rows.device)
+    other = (cache.clone(), None if scale is None else scale.clone())
+    reference.reshape_and_cache(rows, rows, cache, other[0], slots, scale, other[1])
     real = cache.float() if scale is None else cache.float() * (scale[..., None] if per_slot else scale.reshape(-1, 1))
     return real.view(num_seqs, length, heads, head_size).transpose(1, 2)
 
@@ -197,6 +197,19 @@ def test_pools_of_given_size(size: dict[str, int]) -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_block_sizes(block_size: int) -> None:
     run(models.tiny("llama"), "beams", dtype=torch.int8, block_size=block_size)
+
+
+@pytest.mark.parametrize("per", ["per_slot", "per_head"])
+@pytest.mark.parametrize("dtype", EIGHT_BIT_DTYPES, ids=dtype_id)
+def test_on_every_device(dtype: torch.dtype, per: str, device: torch.device) -> None:
+    """Padded beams: fork, copy-on-write and growth; fixed scales are brought to the device of the keys."""
+    model = models.tiny("gemma3").to(device)
+    scales = "per_slot" if per == "per_slot" else static_scales(model, dtype)
+    caches = shadowed(dtype=dtype, scales=scales)
+    batch = {name: tensor.to(device) for name, tensor in models.prompts([models.PROMPT, 5]).items()}
+    models.generate(model, batch, caches.new(model), num_beams=3)
+    assert caches.made[0].compared > models.NEW_TOKENS
+    models.assert_all_free(caches)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
