@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .integrations.calibration import calibrate
     from .integrations.patching import paged, patch, unpatch
     from .integrations.transformers import PagedKVCache
+    from .prefix import PrefixCache
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "BlockPool",
     "OutOfBlocksError",
     "PagedKVCache",
+    "PrefixCache",
     "StaticScales",
     "__version__",
     "calibrate",
@@ -34,6 +36,7 @@ __all__ = [
 
 _PLACES = {
     "PagedKVCache": ".integrations.transformers",
+    "PrefixCache": ".prefix",
     "calibrate": ".integrations.calibration",
     "paged": ".integrations.patching",
     "patch": ".integrations.patching",
