@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from . import ops
 from .errors import OutOfBlocksError
-from .layout import LayerPlace, LayerShape, cache_views, place_layers
+from .layout import LayerPlace, LayerShape, LayerTensors, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
+from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, scale_views
 from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
 
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BIT_DTYPES)
 
 
 class PagedKVCache(nn.Module):
@@ -40,7 +41,10 @@ class PagedKVCache(nn.Module):
         num_tokens: size of the pool in tokens of one sequence.
         bytes: size of the pool in bytes.
         fraction: size of the pool as a share of the memory that is free at the first write.
-        dtype: of the stored keys and values (float32, float16, bfloat16). None: that of the first key.
+        dtype: of the stored keys and values (float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8). None: that
+            of the first key, or of ``pool``.
+        scales: of an 8-bit cache. "per_slot": made for every slot and head as it is stored; :class:`StaticScales`:
+            fixed ones; None: stored as it is, saturated (float8 alone). "auto" is "per_slot" for 8-bit dtypes.
         pool: the pool of another cache of the same model, to share its blocks.
 
     Keys and values come as ``[num_seqs, num_kv_heads, length, head_size]``, queries as ``[num_seqs, num_heads, length,
@@ -60,21 +64,26 @@ class PagedKVCache(nn.Module):
         bytes: int | None = None,
         fraction: float | None = None,
         dtype: torch.dtype | None = None,
+        scales: Scales = "auto",
         pool: KVPool | None = None,
     ) -> None:
         super().__init__()
         sizes = {"num_blocks": num_blocks, "num_tokens": num_tokens, "bytes": bytes, "fraction": fraction}
         self._size: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        _check_arguments(self._size, block_size, dtype, windows, pool)
+        _check_arguments(self._size, block_size, dtype, scales, windows, pool)
         self.block_size = block_size if pool is None else pool.block_size
-        self.dtype = dtype
+        self.dtype, self.scales = _kind(dtype, scales, pool)
+        self._layer_scales = None if self.scales is None else LayerScales(self.scales)
+        self._gathered_dtype: torch.dtype | None = None  # of an 8-bit cache: that of the first key
         self._pool = pool
         self._rows = None
         self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
         self._shapes: dict[int, LayerShape] = {}
         self._lanes: dict[int, int] = {}  # of the pool, per layer
+        self._scale_lanes: dict[int, int] = {}  # ... of the scales of its slots, if each has its own
+        self._keys: dict[int, tuple[Any, ...]] = {}  # of its tensors in `_views`
         self._spread = False  # over several devices
-        self._views: dict[Any, tuple[Tensor, Tensor]] = {} if pool is None else pool.views
+        self._views: dict[Any, LayerTensors] = {} if pool is None else pool.views
         self._lengths = Lengths.of(0)
         self._progress = Progress()
         self._set_windows(windows)
@@ -231,8 +240,8 @@ class PagedKVCache(nn.Module):
                 f"{layer}"
             )
         # Looked up here first: it saves a call in every layer of every step.
-        caches = self._views.get((self._lanes[layer], self._shapes[layer])) if step.eager else None
-        key_cache, value_cache = caches = caches or self.caches(layer)
+        tensors = self._views.get(self._keys[layer]) if step.eager else None
+        key_cache, value_cache, key_scale, value_scale = tensors = tensors or self._tensors(layer)
         begun = step
         if self._spread:
             step = begun.on(key.device)
@@ -240,9 +249,10 @@ class PagedKVCache(nn.Module):
             key, value = key.squeeze(2), value.squeeze(2)
         else:
             key, value = _packed(key, step), _packed(value, step)
-        ops.reshape_and_cache(key, value, key_cache, value_cache, step.slot_mapping[self._places[layer].group])
+        slots = step.slot_mapping[self._places[layer].group]
+        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         begun.written = step.written = layer
-        step.caches = caches
+        step.tensors = tensors
         if layer == len(self._places) - 1 and self._windows is not None:
             progress.step = None  # every layer is written; a compiled graph would hand the tensors out
         return step
@@ -279,7 +289,8 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        key_cache, value_cache = step.caches if layer == step.written else self.caches(layer)
+        tensors = step.tensors if layer == step.written else None
+        key_cache, value_cache, key_scale, value_scale = tensors or self._tensors(layer)
         out = ops.paged_attention(
             query.squeeze(2) if step.length == 1 else _packed(query, step),
             key_cache,
@@ -294,6 +305,8 @@ class PagedKVCache(nn.Module):
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            key_scale=key_scale,
+            value_scale=value_scale,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
         if step.length == 1 and step.num_new is None:
@@ -308,31 +321,52 @@ class PagedKVCache(nn.Module):
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        lane, shape = self._lanes[layer], self._shapes[layer]
+        return self._tensors(layer)[:2]
+
+    def _tensors(self, layer: int) -> LayerTensors:
         if torch.compiler.is_compiling():
-            return cache_views(self.pool.lane(lane), shape, self.block_size)
-        views = self._views.get((lane, shape))
-        if views is None:
-            self.pool.move_in(lane)  # the layer may have been moved out
-            views = self._views[lane, shape] = cache_views(self.pool.lane(lane), shape, self.block_size)
-        return views
+            return self._layer_views(layer)
+        key = self._keys[layer]
+        tensors = self._views.get(key)
+        if tensors is None:
+            self.move_in(layer)  # the layer may have been moved out
+            tensors = self._views[key] = self._layer_views(layer)
+        return tensors
+
+    def _layer_views(self, layer: int) -> LayerTensors:
+        pool, shape, scales = self.pool, self._shapes[layer], self._layer_scales
+        key_cache, value_cache = cache_views(pool.lane(self._lanes[layer]), shape, self.block_size)
+        if scales is None:
+            return key_cache, value_cache, None, None
+        if scales.static is not None:
+            return key_cache, value_cache, *scales.of(layer)
+        lane = pool.lane(self._scale_lanes[layer])
+        return key_cache, value_cache, *scale_views(lane, shape.num_kv_heads, self.block_size)
 
     def gather(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values as dense tensors over the padded positions.
 
         Returns:
-            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies. Padding, and what a
-            sliding window has released, is 0.
+            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies, of an 8-bit cache in the
+            dtype of the first key. Padding, and what a sliding window has released, is 0.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("gather has a data-dependent shape: call it outside of the compiled graph")
         rows, lengths = self._rows, self._mirror()
         if rows is None:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
-        key_cache, value_cache = self.caches(layer)
+        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
         table = rows.block_table[self._places[layer].group].to(key_cache.device)
-        seq_lens = rows.seq_lens.to(key_cache.device)
-        key, value = ops.gather_blocks(key_cache, value_cache, table, seq_lens, lengths.seen)
+        key, value = ops.gather_blocks(
+            key_cache,
+            value_cache,
+            table,
+            rows.seq_lens.to(key_cache.device),
+            lengths.seen,
+            dtype=self._gathered_dtype,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
         if lengths.gapless:
             return key, value
         back = torch.argsort(right_align(lengths.stored()), dim=1).to(key.device)[:, None, :, None]
@@ -363,6 +397,8 @@ class PagedKVCache(nn.Module):
         """A cache with the same sequences that shares every block; what either writes later is its own."""
         fork = self._blank()
         fork._shapes, fork._lanes, fork._spread = dict(self._shapes), dict(self._lanes), self._spread
+        fork._scale_lanes, fork._keys = dict(self._scale_lanes), dict(self._keys)
+        fork._layer_scales, fork._gathered_dtype = self._layer_scales, self._gathered_dtype
         fork._places = list(self._places)
         fork._lengths = self._mirror().copy()
         if self._rows is not None:
@@ -401,6 +437,7 @@ class PagedKVCache(nn.Module):
         self._lengths = Lengths.of(0)
         self._shapes.clear()
         self._lanes.clear()
+        self._scale_lanes.clear()
         self._spread = False
         self._views = {}
 
@@ -409,13 +446,15 @@ class PagedKVCache(nn.Module):
 
         Its lane of the pool moves, free blocks included, and with it what other groups of layers keep there.
         """
-        if layer in self._lanes:
-            self.pool.move_out(self._lanes[layer])
+        for lanes in (self._lanes, self._scale_lanes):
+            if layer in lanes:
+                self.pool.move_out(lanes[layer])
 
     def move_in(self, layer: int) -> None:
         """Move a layer's keys and values back to its device."""
-        if layer in self._lanes:
-            self.pool.move_in(self._lanes[layer])
+        for lanes in (self._lanes, self._scale_lanes):
+            if layer in lanes:
+                self.pool.move_in(lanes[layer])
 
     def is_written(self, layer: int) -> bool:
         """Whether a layer was ever written."""
@@ -441,7 +480,12 @@ class PagedKVCache(nn.Module):
         """An empty cache like this one, on the same pool."""
         pool = self._pool
         return PagedKVCache(
-            self._windows, block_size=self.block_size, dtype=self.dtype, pool=pool, **({} if pool else self._size)
+            self._windows,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            scales=self.scales,
+            pool=pool,
+            **({} if pool else self._size),
         )
 
     def _set_windows(self, windows: Sequence[int | None] | None) -> None:
@@ -506,8 +550,19 @@ class PagedKVCache(nn.Module):
         if self._pool is None:
             self._pool = self._new_pool(key, shape)
             self._views = self._pool.views
-        elements, dtype = shape.elements(self.block_size), self.dtype or key.dtype
-        self._lanes[layer] = self._pool.ensure_lane(place.lane, elements, dtype, key.device)
+        self._pool.adopt(self.scales)
+        dtype, scales = self.dtype or key.dtype, self._layer_scales
+        ensure_lane = self._pool.ensure_lane
+        self._lanes[layer] = ensure_lane(place.lane, shape.elements(self.block_size), dtype, key.device)
+        if scales is not None:
+            scales.add_layer(layer, shape, key.device)
+            if scales.static is None:
+                elements = scales.elements(shape, self.block_size)
+                self._scale_lanes[layer] = ensure_lane(~place.lane, elements, torch.float32, key.device)
+        self._gathered_dtype = key.dtype if dtype in EIGHT_BIT_DTYPES else None
+        # Layers of like shape that share a lane share its views, but not the scales that are fixed for each.
+        fixed = scales is not None and scales.static is not None
+        self._keys[layer] = (self._lanes[layer], shape, layer if fixed else None)
         self._shapes[layer] = shape
         self._spread |= self._pool.device != key.device
 
@@ -517,6 +572,8 @@ class PagedKVCache(nn.Module):
             return KVPool(1, self.block_size, key.device, growable=True)
         num_lanes = max(place.lane for place in self._places) + 1
         block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
+        if self._layer_scales is not None:
+            block_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize * num_lanes
         num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
         if "num_tokens" in self._size:
             num_blocks *= num_groups  # a sequence takes blocks in every group
@@ -609,8 +666,8 @@ class PagedKVCache(nn.Module):
             return max(lacking + first, growth(pool.num_blocks))
         windows, size = self._group_windows, self.block_size
         ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
-        num_lanes = max(place.lane for place in self._places) + 1
-        block_bytes = pool.block_bytes // pool.num_lanes * num_lanes
+        num_lanes = max(place.lane for place in self._places) + 1  # of which the first layer's are there
+        block_bytes = pool.block_bytes * num_lanes // (len(set(self._lanes.values())) or 1)
         return max(lacking, min(ahead, affordable_blocks(pool.device, block_bytes)))
 
     def _check_history(self, mask: Tensor, length: int) -> None:
@@ -651,10 +708,18 @@ def _packed(states: Tensor, step: Step) -> Tensor:
     return states.transpose(1, 2).flatten(0, 1)
 
 
+def _kind(dtype: torch.dtype | None, scales: Scales, pool: KVPool | None) -> tuple[torch.dtype | None, Scales]:
+    """Dtype and scales of a cache; left open, they are those of its pool."""
+    if dtype is None and scales == "auto" and pool is not None and pool.num_lanes > 0:
+        return pool.lane(0).dtype, pool.scales
+    return dtype, choose_scales(dtype, scales)
+
+
 def _check_arguments(
     size: dict[str, Any],
     block_size: int,
     dtype: torch.dtype | None,
+    scales: Scales,
     windows: Sequence[int | None] | None,
     pool: KVPool | None,
 ) -> None:
@@ -669,6 +734,8 @@ def _check_arguments(
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if dtype is not None and dtype not in CACHE_DTYPES:
         raise ValueError(f"dtype must be one of {CACHE_DTYPES}, got {dtype}")
+    if isinstance(scales, StaticScales) and windows is not None and scales.num_layers != len(windows):
+        raise ValueError(f"scales must have a scale for each of {len(windows)} layers, got {scales.num_layers}")
     for window in windows or ():
         if window is not None and window < 1:
             raise ValueError(f"windows must be positive or None, got {window}")

@@ -16,6 +16,10 @@ from torch import Tensor
 MAX_GROUPS = 16
 
 
+# A layer's key cache, value cache, and their scales, as the ops take them.
+LayerTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
 @dataclass(frozen=True)
 class LayerPlace:
     """Where a layer's keys and values live: the block table of its group, the storage of its lane."""

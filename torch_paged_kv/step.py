@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layout import LayerTensors
+
 
 @dataclass
 class Step:
@@ -26,7 +28,7 @@ class Step:
     order: Tensor | None  # int64 [num_seqs, length]: moves tokens to the right of their row; None = they are there
     eager: bool  # not inside a compiled graph
     written: int = -1  # last layer that wrote
-    caches: tuple[Tensor, ...] = ()  # its key and value cache
+    tensors: LayerTensors | None = None  # its caches and scales
     asked: tuple[Any, bool] | None = None  # a model's config, and whether it asks for weights; for integrations
     copies: dict[torch.device, Step] = field(default_factory=dict)
 

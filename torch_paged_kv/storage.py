@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .layout import LayerTensors
 from .pool import BlockPool
+from .scales import Scales
 
 
 class KVPool(BlockPool):
@@ -31,7 +33,8 @@ class KVPool(BlockPool):
         self.growable = growable
         self.num_lanes = 0
         self._placed: dict[tuple[int, torch.device], int] = {}  # index of the storage of a lane on a device
-        self.views: dict[Any, tuple[Tensor, Tensor]] = {}  # of lanes, for eager code; emptied when a lane moves
+        self.views: dict[Any, LayerTensors] = {}  # of lanes, for eager code; emptied when a lane moves
+        self.scales: Scales = None  # of every cache that shares the pool; the first one tells
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
         self.bound_stale = False
@@ -53,6 +56,19 @@ class KVPool(BlockPool):
             lanes.setdefault(lane.device, []).append(lane)
         for device, there in lanes.items():
             ops.copy_blocks(there[:1], there[1:], block_mapping.to(device))  # AOTInductor passes no list that is empty
+
+    def adopt(self, scales: Scales) -> None:
+        """Take a cache whose blocks are scaled by ``scales``; all caches of a pool read each other's blocks.
+
+        Raises:
+            ValueError: another cache's blocks are scaled otherwise.
+        """
+        if self.num_lanes == 0:
+            self.scales = scales
+        elif self.scales != scales:
+            raise ValueError(
+                f"scales must be {self.scales!r} like those of the caches that share the pool, got {scales!r}"
+            )
 
     @torch.inference_mode(False)  # memory made in inference mode serves outside of it too
     def ensure_lane(self, lane: int, elements: int, dtype: torch.dtype, device: torch.device) -> int:

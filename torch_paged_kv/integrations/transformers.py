@@ -31,6 +31,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from torch_paged_kv import cache as core
 from torch_paged_kv.integrations import families, generation
+from torch_paged_kv.scales import Scales
 from torch_paged_kv.step import Step
 from torch_paged_kv.storage import KVPool
 
@@ -176,7 +177,11 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         num_tokens: size of the pool in tokens of one sequence.
         bytes: size of the pool in bytes (needs ``config``).
         fraction: size of the pool as a share of the memory that is free at the first update (needs ``config``).
-        dtype: of the stored keys and values (float32, float16, bfloat16). None: that of the first key.
+        dtype: of the stored keys and values (float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8). None: that
+            of the first key, or of ``pool``.
+        scales: of an 8-bit cache. "per_slot": made for every slot and head as it is stored; :class:`StaticScales`:
+            fixed ones, see :func:`torch_paged_kv.calibrate`; None: stored as it is, saturated (float8 alone). "auto" is
+            "per_slot" for 8-bit dtypes.
         pool: the pool of another cache of the same model, to share its blocks.
         mode: "auto" takes the direct path where the model can; "direct" and "gather" choose.
 
@@ -193,6 +198,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         bytes: int | None = None,
         fraction: float | None = None,
         dtype: torch.dtype | None = None,
+        scales: Scales = "auto",
         pool: KVPool | None = None,
         mode: str = "auto",
     ) -> None:
@@ -209,6 +215,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             bytes=bytes,
             fraction=fraction,
             dtype=dtype,
+            scales=scales,
             pool=pool,
         )
         transformers.Cache.__init__(self, layers=layers)
@@ -481,7 +488,13 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     def _blank(self) -> PagedKVCache:
         size = self._size if self._pool is None else {}
         blank = PagedKVCache(
-            self._config, block_size=self.block_size, dtype=self.dtype, pool=self._pool, mode=self._mode, **size
+            self._config,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            scales=self.scales,
+            pool=self._pool,
+            mode=self._mode,
+            **size,
         )
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer):
