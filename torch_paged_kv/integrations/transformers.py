@@ -6,6 +6,8 @@ if the key carries a handle and otherwise calls the function with the same argum
 behind :func:`_make_mask`, which steps in only if the key length it is given came from a paged cache. So ordinary
 forwards, other caches and training see the functions they always saw.
 
+``generate`` tells a paged cache how long it will become (:mod:`.generation`), and nothing else of it changes.
+
 Models that touch keys and values between ``update`` and attention, or attend without looking up a function, get
 gathered keys and values instead (:mod:`.families`, or ``mode="gather"``). A model of that kind that is not known
 here is refused at its second layer rather than answered wrongly.
