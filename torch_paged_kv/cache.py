@@ -27,9 +27,8 @@ from .storage import KVPool, Rows
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BIT_DTYPES)
 
-
-# key_cache, value_cache, key_scale, value_scale of a layer.
-LayerTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+# key_cache, value_cache, key_scale, value_scale.
+LayerCaches = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class PagedKVCache(nn.Module):
@@ -82,7 +81,7 @@ class PagedKVCache(nn.Module):
         self._rows = None
         self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
         self._shapes: dict[int, LayerShape] = {}
-        self._views: dict[int, tuple[int, LayerTensors]] = {}
+        self._views: dict[int, tuple[int, LayerCaches]] = {}
         self._lengths = Lengths.of(0)
         self._progress = Progress()
         self._set_windows(windows)
@@ -226,7 +225,7 @@ class PagedKVCache(nn.Module):
                 f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
                 f"length={key.shape[2]}] of layer {layer}"
             )
-        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
         slots = step.slot_mapping[self._places[layer].group]
         key, value = _packed(key, step.order), _packed(value, step.order)
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
@@ -267,7 +266,7 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
         out = ops.paged_attention(
             _packed(query, step.order),
             key_cache,
@@ -294,11 +293,13 @@ class PagedKVCache(nn.Module):
             return out
         return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
 
-    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        return self._tensors(layer)[:2]
+    def caches(self, layer: int) -> LayerCaches:
+        """A layer's key and value cache, and their scales, None where there are none, as the ops take them.
 
-    def _tensors(self, layer: int) -> LayerTensors:
+        Returns:
+            ``[num_blocks, block_size, num_kv_heads, head_size]`` and ``[..., head_size_v]``, views of the pool; scales
+            float32 ``[num_blocks, block_size, num_kv_heads]``, views of it too, or fixed ``[num_kv_heads]`` or ``[]``.
+        """
         if torch.compiler.is_compiling():
             return self._layer_views(layer)
         views = self._views.get(layer)
@@ -307,7 +308,7 @@ class PagedKVCache(nn.Module):
             self._views[layer] = views
         return views[1]
 
-    def _layer_views(self, layer: int) -> LayerTensors:
+    def _layer_views(self, layer: int) -> LayerCaches:
         pool, lane, shape, scales = self.pool, self._lane(layer), self._shapes[layer], self._layer_scales
         key_cache, value_cache = cache_views(pool.lane(lane), shape, self.block_size)
         if scales is None:
@@ -334,7 +335,7 @@ class PagedKVCache(nn.Module):
         if rows is None:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
         table = rows.block_table[self._places[layer].group]
-        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
         key, value = ops.gather_blocks(
             key_cache,
             value_cache,
