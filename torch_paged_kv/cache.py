@@ -250,7 +250,7 @@ class PagedKVCache(nn.Module):
             )
         # Looked up here first: it saves a call in every layer of every step.
         tensors = self._views.get(self._keys[layer]) if step.eager else None
-        key_cache, value_cache, key_scale, value_scale = tensors = tensors or self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = tensors = tensors or self.caches(layer)
         begun = step
         if self._spread:
             step = begun.on(key.device)
@@ -299,7 +299,7 @@ class PagedKVCache(nn.Module):
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
         tensors = step.tensors if layer == step.written else None
-        key_cache, value_cache, key_scale, value_scale = tensors or self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
         out = ops.paged_attention(
             query.squeeze(2) if step.length == 1 else _packed(query, step),
             key_cache,
@@ -328,11 +328,13 @@ class PagedKVCache(nn.Module):
             return out
         return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
 
-    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        return self._tensors(layer)[:2]
+    def caches(self, layer: int) -> LayerTensors:
+        """A layer's key and value cache, and their scales, None where there are none, as the ops take them.
 
-    def _tensors(self, layer: int) -> LayerTensors:
+        Returns:
+            ``[num_blocks, block_size, num_kv_heads, head_size]`` and ``[..., head_size_v]``, views of the pool; scales
+            float32 ``[num_blocks, block_size, num_kv_heads]``, views of it too, or fixed ``[num_kv_heads]`` or ``[]``.
+        """
         if torch.compiler.is_compiling():
             return self._layer_views(layer)
         key = self._keys[layer]
@@ -364,7 +366,7 @@ class PagedKVCache(nn.Module):
         rows, lengths = self._rows, self._mirror()
         if rows is None or layer not in self._shapes:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
-        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
         table = rows.block_table[self._places[layer].group].to(key_cache.device)
         key, value = ops.gather_blocks(
             key_cache,
