@@ -20,6 +20,7 @@ from models import Caches
 from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
 
 import torch_paged_kv
 from torch_paged_kv import OutOfBlocksError, PagedKVCache, PrefixCache
@@ -569,6 +570,22 @@ def test_a_chat_that_keeps_its_cache_is_remembered(llama: Any) -> None:
     assert prefix_cache.stats()["cached_tokens"] >= tokens - 2 * (2 * BLOCK - 1)
 
 
+def test_what_a_finished_row_is_padded_with_is_not_remembered(llama: Any) -> None:
+    batch = models.prompts([20, 20], seed=5)
+    free = models.generate(llama, batch, models.dynamic().new(llama), eos_token_id=None).tokens[0]
+    end = int(free[0, 22])  # the third token of the first row's answer
+    assert end not in free[1, 20:]
+    prefix_cache = PrefixCache(max_tokens=400)
+    result = models.generate(llama, batch, caches(prefix_cache).new(llama), eos_token_id=end, max_new_tokens=40)
+    length = result.tokens[0].shape[1] - 1
+    assert length > 50
+    known = [
+        len(prefix_cache._find(row))
+        for row in prefix_cache.batch(PagedKVCache(llama.config, block_size=4), result.tokens[0]).rows
+    ]
+    assert known == [23 // BLOCK, length // BLOCK]
+
+
 def test_a_pool_of_given_size(llama: Any) -> None:
     """Prompts that fit only one at a time: the older ones are given up."""
     prefix_cache = PrefixCache()
@@ -594,6 +611,33 @@ def test_patched_models_share_what_they_computed(llama: Any) -> None:
             with CountTokens(llama) as count:
                 assert torch.equal(llama.generate(**prompt, **settings), expected)
             assert count.positions == computed
+
+
+@pytest.mark.skipif(models.RELEASE.major < 5, reason="generate compiles no cache of ours in this release")
+def test_compiled_decode_steps(llama: Any) -> None:
+    """One graph serves prompts that were computed and prompts that were found; evictions happen between its steps."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    no_mode: dict[str, Any] = {"mode": None}
+    config: Any = CompileConfig(backend=backend, fullgraph=True, **no_mode)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    prefix_cache = PrefixCache()
+    cache = caches(prefix_cache, num_blocks=16).new(llama)
+    for seed in (1, 2, 1, 3, 1):
+        prompt = models.prompts([30], seed=seed)
+        expected = models.generate(llama, prompt, models.dynamic().new(llama))
+        models.assert_same(models.generate(llama, prompt, cache, compile_config=config), expected)
+        cache.check()
+        cache.reset()
+    assert len(graphs) == 1
+    stats = prefix_cache.stats()
+    assert stats["hits"] > 0
+    assert stats["evictions"] > 0
 
 
 class CountAll(TorchDispatchMode):

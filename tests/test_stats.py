@@ -13,9 +13,8 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from torch_paged_kv import PagedKVCache, PrefixCache, __main__, _models, commands
+from torch_paged_kv import PagedKVCache, PrefixCache, __main__, _models, commands, estimate
 from torch_paged_kv.cache import PagedKVCache as CoreCache
-from torch_paged_kv.integrations.estimate import estimate
 from torch_paged_kv.offload import HostTier
 from torch_paged_kv.plots import block_map, usage
 from torch_paged_kv.stats import Monitor

@@ -13,6 +13,7 @@ from .scales import StaticScales
 
 if TYPE_CHECKING:
     from .integrations.calibration import calibrate
+    from .integrations.estimate import estimate
     from .integrations.patching import paged, patch, unpatch
     from .integrations.transformers import PagedKVCache
     from .prefix import PrefixCache
@@ -26,6 +27,7 @@ __all__ = [
     "StaticScales",
     "__version__",
     "calibrate",
+    "estimate",
     "ops",
     "paged",
     "patch",
@@ -38,6 +40,7 @@ _PLACES = {
     "PagedKVCache": ".integrations.transformers",
     "PrefixCache": ".prefix",
     "calibrate": ".integrations.calibration",
+    "estimate": ".integrations.estimate",
     "paged": ".integrations.patching",
     "patch": ".integrations.patching",
     "unpatch": ".integrations.patching",

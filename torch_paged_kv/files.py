@@ -138,7 +138,8 @@ def load(
             used = numbers[_blocks_of(cache, layer, sequences)]
             for part, target in _parts(cache, layer).items():  # the pool may have grown
                 if target.dim() >= 3:
-                    target[used.to(target.device)] = tensors[f"layers.{layer}.{part}"].to(target.device)
+                    saved = tensors[f"layers.{layer}.{part}"].to(target.device)
+                    _plain(target)[used.to(target.device)] = _plain(saved)
 
     restore(cache, sequences, fill)
 
@@ -169,10 +170,16 @@ def _layer_tensors(cache: PagedKVCache, layer: int, sequences: Sequences, blocks
     tensors = {}
     for part, tensor in _parts(cache, layer).items():
         if tensor.dim() >= 3:
-            tensor = tensor[numbers.to(tensor.device)].cpu()
-            tensor.view(torch.uint8)[empty] = 0  # whatever was there is not ours to write down
-        tensors[f"layers.{layer}.{part}"] = tensor.contiguous().cpu()
+            taken = _plain(tensor)[numbers.to(tensor.device)].cpu().contiguous()
+            taken[empty] = 0  # whatever was there is not ours to write down
+            tensor = taken.view(tensor.dtype)
+        tensors[f"layers.{layer}.{part}"] = tensor.cpu().contiguous()
     return tensors
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Numbers of one byte as bytes: not every device indexes 8-bit floats."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

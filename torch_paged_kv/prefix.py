@@ -119,7 +119,8 @@ class _Store:
 
     max_tokens: int | None
     pool: KVPool | None = None
-    layout: str = ""
+    layout: str = ""  # block size and windows of the caches
+    dtype: str = ""  # as the first cache was asked for; that of the pool is one
     entries: OrderedDict[bytes, list[int]] = field(
         default_factory=OrderedDict
     )  # digest -> a block per group, -1 = none
@@ -171,11 +172,6 @@ class _Store:
             found += len(entry[1])
         self.counts["evictions"] += len(dropped)
         return self.drop(dropped)
-
-
-def _layout(cache: PagedKVCache) -> str:
-    windows = ", ".join(str(window) for window in cache.group_windows)
-    return f"block size {cache.block_size}, dtype {cache.dtype}, windows {windows}"
 
 
 class PrefixCache:
@@ -241,19 +237,28 @@ class PrefixCache:
             ValueError: it serves another pool or caches of another layout, or the pool grows and there is no maximum.
         """
         store = self._store
-        layout = _layout(cache)
+        self._take_layout(cache)
         if store.pool is None:
             if pool.growable and store.max_tokens is None:
                 raise ValueError(
                     "max_tokens must be given to a PrefixCache on a pool that grows; or give the pool a size"
                 )
-            store.pool, store.layout = pool, layout
+            store.pool = pool
             pool.add_reclaimer(store.reclaim)
             weakref.finalize(store, pool.abandon_blocks, store.held).atexit = False
         elif store.pool is not pool:
             raise ValueError("prefix_cache must serve caches of one pool: share it with pool=prefix_cache.pool")
+
+    def _take_layout(self, cache: PagedKVCache) -> str:
+        """What is written into digests of how blocks are laid out; the first cache tells, others must be alike."""
+        store = self._store
+        windows = ", ".join(str(window) for window in cache.group_windows)
+        layout = f"block size {cache.block_size}, windows {windows}"
+        if not store.layout:
+            store.layout, store.dtype = layout, str(cache.dtype)
         elif store.layout != layout:
             raise ValueError(f"prefix_cache must serve caches of one layout ({store.layout}), got {layout}")
+        return f"{store.layout}, dtype {store.dtype}"
 
     def digests(self, tokens: Tensor, block_size: int, layout: str = "") -> list[bytes]:
         """Digests of the whole blocks of ``tokens`` ``[length]``, the same in every process.
@@ -271,7 +276,7 @@ class PrefixCache:
             input_ids: integers ``[num_seqs, length]``.
             attention_mask: ``[num_seqs, length]``, 0 at padding; None = no padding.
         """
-        layout = _layout(cache)
+        layout = self._take_layout(cache)
         input_ids, real = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu().bool()
         length = input_ids.shape[1]
         if real is not None and real.shape != input_ids.shape:

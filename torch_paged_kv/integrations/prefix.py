@@ -80,11 +80,29 @@ def _with_prefix_cache(loop: Callable[..., Any]) -> Callable[..., Any]:
         cache.register_prompts()  # unless the first decode step did
         sequences = output if isinstance(output, Tensor) else output.sequences
         if loop.__name__ == "_sample" and sequences.shape[1] >= cache.seen:  # beams are handed out in another order
-            prefix_cache.register(cache, sequences)
+            ends = getattr(kwargs.get("generation_config"), "eos_token_id", None)
+            real = _until_the_end(cache.stored(), sequences.cpu(), input_ids.shape[1], ends)
+            prefix_cache.register_batch(cache, prefix_cache.batch(cache, sequences[:, : real.shape[1]], real))
         return output
 
     wrapped._without_prefix_cache = loop  # type: ignore[attr-defined]
     return wrapped
+
+
+def _until_the_end(stored: Tensor, sequences: Tensor, begin: int, ends: int | list[int] | None) -> Tensor:
+    """Which stored positions are of a row's prompt or answer: what ``generate`` pads a finished row with is not.
+
+    Args:
+        stored: bool ``[num_seqs, seen]``.
+        sequences: int64 ``[num_seqs, length]``, at least as long.
+        begin: of the answers.
+        ends: tokens that end a row.
+    """
+    if ends is None:
+        return stored
+    end = torch.isin(sequences[:, begin : stored.shape[1]], torch.tensor(ends))
+    after = end.cumsum(1) - end.long() > 0
+    return torch.cat([stored[:, :begin], stored[:, begin:] & ~after], 1)
 
 
 def _admit(
