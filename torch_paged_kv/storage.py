@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from . import huge_pages
 from .pool import BlockPool
 
 GROWTH = 1.5  # a pool without a given size grows by this factor
@@ -53,7 +54,8 @@ class KVPool(BlockPool):
             self.num_lanes += 1
         lane = self.lane(index)
         if lane.shape[1] == 0:
-            self._set_lane(index, torch.empty(self.num_blocks, elements, dtype=dtype, device=self.device))
+            memory = torch.empty(self.num_blocks, elements, dtype=dtype, device=self.device)
+            self._set_lane(index, huge_pages.advise(memory))
         elif lane.dtype != dtype:
             raise ValueError(f"key must be {lane.dtype} like the layers that share its lane, got {dtype}")
         elif lane.shape[1] < elements:
@@ -123,7 +125,7 @@ class KVPool(BlockPool):
 
 
 def _resized(lane: Tensor, num_blocks: int, elements: int) -> Tensor:
-    resized = lane.new_empty(num_blocks, elements)
+    resized = huge_pages.advise(lane.new_empty(num_blocks, elements))
     resized[: lane.shape[0], : lane.shape[1]] = lane
     return resized
 
