@@ -84,10 +84,13 @@ class Clock:
         pass
 
 
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """The argument has one name in most releases and another in the newest."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+
+
 def generate(model: Any, prompt: Tensor, make_cache: Callable[[], Any], count: int) -> tuple[float, float]:
     """Seconds of one call that makes `count` new tokens a row, and those after the first one."""
-    # The argument has one name in most releases and another in the newest.
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache, clock = make_cache(), Clock()
     begin = time.perf_counter()
     model.generate(
@@ -98,7 +101,7 @@ def generate(model: Any, prompt: Tensor, make_cache: Callable[[], Any], count: i
         do_sample=False,
         pad_token_id=0,
         streamer=clock,
-        **{argument: cache},
+        **with_cache(model, cache),
     )
     end = time.perf_counter()
     return end - begin, end - clock.times[1]  # the prompt is put first
@@ -111,11 +114,11 @@ def group_of(name: str) -> str:
 def profile(model: Any, prompt: Tensor, make_cache: Callable[[], Any]) -> dict[str, float]:
     """Share of each kind of op in the time of decode steps; what is left over is Python."""
     cache = make_cache()
-    token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(prompt, **with_cache(model, cache)).logits[:, -1:].argmax(-1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         begin = time.perf_counter()
         for _ in range(4):
-            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token = model(token, **with_cache(model, cache)).logits[:, -1:].argmax(-1)
         total = (time.perf_counter() - begin) * 1e6
     shares: dict[str, float] = {}
     for event in profiler.key_averages():

@@ -31,17 +31,14 @@ CXX_FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-ffunction-sections", "-fdata-sections", f"-ffile-prefix-map={SOURCE_DIR}/=", *WARNINGS),
 )
-SANITIZE_FLAGS = (f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-g") if SANITIZE else ()
+# -O1 comes last and wins: checks would make the kernels take minutes to compile.
+SANITIZE_FLAGS = (f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-g1", "-O1") if SANITIZE else ()
 # NaN and infinity keep their meaning: no -ffast-math, whose start-up code would also flush denormals process-wide.
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
 HOST_FLAGS = ("-O2",)
 LINK_FLAGS = (
-    *(
-        "-shared",
-        "-Wl,--gc-sections",
-        *(SANITIZE_FLAGS or ("-Wl,-s",)),
-        f"-Wl,--version-script={SOURCE_DIR / 'csrc' / 'exports.map'}",
-    ),
+    *("-shared", "-Wl,--gc-sections", f"-Wl,--version-script={SOURCE_DIR / 'csrc' / 'exports.map'}"),
+    *(SANITIZE_FLAGS or ("-Wl,-s",)),
     *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
 )
 
