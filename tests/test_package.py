@@ -69,7 +69,7 @@ def test_op_has_a_cpu_kernel(name: str) -> None:
 # Layers: a module imports from its own layer and those before it
 
 LAYERS = [
-    ["_library", "errors"],
+    ["_library", "errors", "huge_pages"],
     ["reference"],
     ["ops"],
     ["pool", "layout", "lengths", "scales", "step"],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import huge_pages, ops
 from .layout import LayerKind, LayerTensors
 from .pool import BlockPool
 from .scales import Scales
@@ -78,7 +78,8 @@ class KVPool(BlockPool):
     def ensure_lane(self, lane: int, elements: int, dtype: torch.dtype, device: torch.device) -> int:
         """Index of the storage of a lane's layers on ``device``, made with at least ``elements`` elements a block."""
         if (lane, device) not in self._placed:
-            self._set_lane(self.num_lanes, torch.empty(self.num_blocks, elements, dtype=dtype, device=device))
+            memory = torch.empty(self.num_blocks, elements, dtype=dtype, device=device)
+            self._set_lane(self.num_lanes, huge_pages.advise(memory))
             self._placed[lane, device] = self.num_lanes
             self.num_lanes += 1
         index = self._placed[lane, device]
@@ -189,7 +190,7 @@ class KVPool(BlockPool):
 
 
 def _resized(lane: Tensor, num_blocks: int, elements: int | None = None) -> Tensor:
-    resized = lane.new_empty(num_blocks, elements or lane.shape[1])
+    resized = huge_pages.advise(lane.new_empty(num_blocks, elements or lane.shape[1]))
     resized[: lane.shape[0], : lane.shape[1]] = lane
     return resized
 
