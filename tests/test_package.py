@@ -69,18 +69,18 @@ def test_op_has_a_cpu_kernel(name: str) -> None:
 # Layers: a module imports from its own layer and those before it
 
 LAYERS = [
-    ["_library", "errors"],
+    ["_library", "errors", "huge_pages"],
     ["reference"],
     ["ops"],
-    ["pool", "layout", "lengths", "step"],
-    ["storage"],
+    ["pool", "layout", "lengths", "scales", "step"],
+    ["storage", "sizing"],
     ["cache"],
     ["prefix", "sequences"],
     ["files", "offload"],
     ["stats"],
     ["plots"],
     ["integrations"],
-    ["_models", "demo"],
+    ["_models", "_texts", "demo", "quality"],
     ["commands"],
     ["__main__"],
 ]

@@ -17,6 +17,10 @@ from torch import Tensor
 MAX_GROUPS = 16
 
 
+# A layer's key cache, value cache, and their scales, as the ops take them.
+LayerTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
 @dataclass(frozen=True)
 class LayerPlace:
     """Where a layer's keys and values live: the block table of its group, the storage of its lane."""
@@ -26,8 +30,7 @@ class LayerPlace:
     window: int | None  # keys a query sees, itself included; None = all
 
 
-@dataclass(frozen=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """Sizes of one layer's key and value rows."""
 
     num_kv_heads: int
