@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torch_paged_kv import OutOfBlocksError, PagedKVCache, files
+from torch_paged_kv import OutOfBlocksError, PagedKVCache, StaticScales, files
 from torch_paged_kv.cache import PagedKVCache as CoreCache
 from torch_paged_kv.files import load, save
 from torch_paged_kv.storage import KVPool
@@ -78,7 +78,9 @@ def test_nine_blocks_into_every_other_one(tmp_path: Path, device: torch.device) 
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", None), ("llama", torch.bfloat16), ("gemma3", None), ("gpt_oss", None)]
+    ("family", "dtype"),
+    [("llama", None), ("gemma3", None), ("gpt_oss", None)]
+    + [("llama", dtype) for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)],
 )
 def test_what_goes_on_is_what_went_on(family: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
     """A left-padded batch: saved after its prompt, loaded in a fresh cache, continued."""
@@ -92,6 +94,26 @@ def test_what_goes_on_is_what_went_on(family: str, dtype: torch.dtype | None, tm
     longer = models.extend(batch["input_ids"], batch["attention_mask"], models.prompts([3, 3], seed=8)["input_ids"])
     models.assert_same(models.generate(model, longer, fresh), models.generate(model, longer, cache), rtol=0)
     fresh.check()
+    if dtype is not None and dtype.itemsize == 1:
+        names = load_file(tmp_path / "kv.safetensors").keys()
+        assert {"layers.0.key_scale", "layers.2.value_scale"} <= names
+        with pytest.raises(ValueError, match="the cache must be made with dtype=torch"):
+            load(PagedKVCache(model.config, block_size=BLOCK), tmp_path / "kv.safetensors")
+
+
+def test_fixed_scales_must_be_those_of_the_cache(tmp_path: Path) -> None:
+    def fixed(scale: float) -> CoreCache:
+        scales = StaticScales(torch.int8, [torch.tensor(scale)] * 2, [torch.tensor(scale)] * 2)
+        return CoreCache([None, 8], block_size=BLOCK, dtype=torch.int8, scales=scales)
+
+    cache = fixed(0.05)
+    write(cache, 9)
+    save(cache, tmp_path / "kv.safetensors")
+    other = fixed(0.05)
+    load(other, tmp_path / "kv.safetensors")
+    assert_equal(held(other), held(cache))
+    with pytest.raises(ValueError, match=r"layers\.0\.key_scale must be the scales of the cache, got others"):
+        load(fixed(0.06), tmp_path / "kv.safetensors")
 
 
 def test_the_file_can_be_read_by_others(tmp_path: Path) -> None:
@@ -119,7 +141,7 @@ def test_nothing_of_others_is_written_down(tmp_path: Path) -> None:
     """The rest of a last block may hold what another sequence left there."""
     cache = core_cache(length=6, num_blocks=8)
     for layer in range(2):
-        for tensor in cache.caches(layer):
+        for tensor in cache.caches(layer)[:2]:
             tensor[cache.table()[layer, 0, 1].long(), 2:] = 4711.0
     save(cache, tmp_path / "kv.safetensors")
     tensors = load_file(tmp_path / "kv.safetensors")

@@ -103,6 +103,18 @@ def test_rows_that_share_come_back_sharing(device: torch.device) -> None:
     check(tier, cache)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_scales_come_back(dtype: torch.dtype, device: torch.device) -> None:
+    cache = new_cache(device, 10, dtype=dtype)
+    before = held(cache)
+    tier = HostTier(cache.pool, 8)
+    swapped = tier.swap_out(cache)
+    write(cache, 12)
+    cache.reset()
+    tier.swap_in(cache, swapped)
+    assert_equal(held(cache), before)
+
+
 def test_padding_comes_back(device: torch.device) -> None:
     cache = CoreCache([None, 8], block_size=BLOCK)
     mask = torch.ones(2, 7, dtype=torch.bool, device=device)

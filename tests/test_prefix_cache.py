@@ -460,6 +460,20 @@ def test_warm_equals_cold(family: str) -> None:
     assert prefix_cache.stats()["evictions"] > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_eight_bit(family: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Scales lie in the pool beside the rows, so they are found with them."""
+    model, prefix_cache = models.tiny(family).to(device), PrefixCache(max_tokens=400)
+    prompt = {name: tensor.to(device) for name, tensor in models.prompts([33, 20]).items()}
+    expected = models.generate(model, prompt, PagedKVCache(model.config, block_size=BLOCK, dtype=dtype))
+    for _ in range(2):
+        cache = caches(prefix_cache, dtype=dtype).new(model)
+        models.assert_same(models.generate(model, prompt, cache), expected)
+        cache.check()
+    assert prefix_cache.stats()["hit_tokens"] > 50
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_on_every_device(family: str, device: torch.device) -> None:
     """A pool of given size: found, computed within a batch, and given up."""

@@ -190,12 +190,16 @@ def test_usage_over_time(scene: Scene, tmp_path: Path) -> None:
 # Estimates and commands
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mistral", "gpt_oss", "phi3", "falcon"])
 @pytest.mark.parametrize("size", [{"num_tokens": 100}, {"bytes": 200_000}])
-def test_an_estimate_is_what_is_taken(family: str, size: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(name, torch.float32) for name in ("llama", "gemma3", "gpt2", "mistral", "gpt_oss", "phi3", "falcon")]
+    + [("llama", torch.int8), ("gemma3", torch.bfloat16)],
+)
+def test_an_estimate_is_what_is_taken(family: str, size: dict[str, int], dtype: torch.dtype) -> None:
     model = models.tiny(family)
-    guess = estimate(model.config, **size, block_size=BLOCK, dtype=torch.float32)
-    cache = PagedKVCache(model.config, **size, block_size=BLOCK)
+    guess = estimate(model.config, **size, block_size=BLOCK, dtype=dtype)
+    cache = PagedKVCache(model.config, **size, block_size=BLOCK, dtype=dtype)
     model(**models.prompts([5]), past_key_values=cache)
     stats = cache.stats()
     assert (guess.num_blocks, guess.bytes) == (stats["num_blocks"], stats["bytes_total"])

@@ -469,10 +469,12 @@ class PagedKVCache(nn.Module):
         """Sliding window of each layer that is known, None = full attention."""
         return [place.window for place in self._places]
 
-    @property
-    def num_lanes(self) -> int:
-        """Lanes of storage that the layers take, as far as they are known."""
-        return max((place.lane for place in self._places), default=-1) + 1
+    def block_bytes(self, shape: LayerShape, dtype: torch.dtype) -> int:
+        """Bytes of a block of the pool, scales included, where all layers are of one shape and stored as ``dtype``."""
+        num_bytes = shape.elements(self.block_size) * dtype.itemsize
+        if self._layer_scales is not None:
+            num_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize
+        return num_bytes * (max(place.lane for place in self._places) + 1)
 
     def group(self, layer: int) -> int:
         """Which of the block tables a layer reads."""
@@ -680,10 +682,7 @@ class PagedKVCache(nn.Module):
         num_groups = len(self._group_windows)
         if not self._size:  # as small as can be: the step that begins now makes room for itself
             return KVPool(1, self.block_size, key.device, growable=True)
-        num_lanes = max(place.lane for place in self._places) + 1
-        block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
-        if self._layer_scales is not None:
-            block_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize * num_lanes
+        block_bytes = self.block_bytes(shape, self.dtype or key.dtype)
         num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
         if "num_tokens" in self._size:
             num_blocks *= num_groups  # a sequence takes blocks in every group

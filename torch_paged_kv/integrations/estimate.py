@@ -56,7 +56,7 @@ def estimate(
         num_tokens: tokens of one sequence; or
         bytes: of the pool.
         block_size: tokens in a block.
-        dtype: of the stored keys and values.
+        dtype: of the stored keys and values; 8-bit ones with a scale for every slot and head.
 
     Raises:
         ValueError: not one of ``num_tokens`` and ``bytes`` is given, it does not make a block, or the config does not
@@ -65,9 +65,9 @@ def estimate(
     if (num_tokens is None) == (bytes is None):
         raise ValueError(f"one of num_tokens and bytes must be given, got {num_tokens} and {bytes}")
     shape = _layer_shape(config.get_text_config(decoder=True))
-    cache = PagedKVCache(config, block_size=block_size)
+    cache = PagedKVCache(config, block_size=block_size, dtype=dtype)
     num_groups = len(cache.group_windows)
-    block_bytes = shape.elements(block_size) * dtype.itemsize * cache.num_lanes
+    block_bytes = cache.block_bytes(shape, dtype)
     if num_tokens is None:
         assert bytes is not None
         num_blocks = bytes // block_bytes
