@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 
 import torch_paged_kv
-from torch_paged_kv import OutOfBlocksError, PagedKVCache, PrefixCache
+from torch_paged_kv import OutOfBlocksError, PagedKVCache, PrefixCache, StaticScales
 from torch_paged_kv.cache import PagedKVCache as CoreCache
+from torch_paged_kv.integrations import prefix as prefix_hooks
 from torch_paged_kv.prefix import block_digests, root_digest
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
@@ -742,6 +743,22 @@ def test_other_inputs_are_not_mixed_up(llama: Any) -> None:
         warnings.simplefilter("error", UserWarning)
         run_with(llama, prefix_cache, **prompt, position_ids=torch.arange(12)[None])
     assert prefix_cache.stats()["hits"] == 1
+
+
+def test_types_of_tokens_count_only_where_there_are_others_than_text() -> None:
+    says_more = prefix_hooks._says_more
+    assert not says_more("token_type_ids", torch.zeros(1, 3))
+    assert says_more("mm_token_type_ids", torch.tensor([[0, 1, 0]]))
+    assert says_more("pixel_values", torch.zeros(1, 3, 2, 2))
+    assert not says_more("pixel_values", None)
+
+
+def test_scales_are_part_of_a_digest() -> None:
+    tokens, digests = torch.arange(8)[None], set()
+    for scales in ("per_slot", *(StaticScales(torch.int8, [torch.tensor(s)], [torch.tensor(s)]) for s in (0.1, 0.2))):
+        cache = CoreCache([None], block_size=BLOCK, dtype=torch.int8, scales=scales)
+        digests.add(PrefixCache().batch(cache, tokens).digests[0][-1])
+    assert len(digests) == 3
 
 
 def test_an_adapter_must_be_named(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ class BlockPool(nn.Module):
         self.ref_counts.index_add_(0, blocks.clamp(min=0).long(), (blocks >= 0).to(torch.int32))
 
     def release(self, blocks: Tensor) -> None:
-        """Hold blocks once less for each time they are among ``blocks``: int32 of any shape, -1 = none.
+        """Hold each of ``blocks`` once less: int32 of any shape, -1 = none, no block twice.
 
         Those that nobody holds any more are free, last ones first. Does not synchronise.
         """

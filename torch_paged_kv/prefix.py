@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .cache import PagedKVCache
+from .scales import Scales, StaticScales
 from .storage import KVPool
 
 __all__ = ["Label", "PrefixCache", "block_digests", "root_digest"]
@@ -120,7 +121,7 @@ class _Store:
     max_tokens: int | None
     pool: KVPool | None = None
     layout: str = ""  # block size and windows of the caches
-    dtype: str = ""  # as the first cache was asked for; that of the pool is one
+    dtype: str = ""  # and scales, as the first cache was asked for; those of the pool are one
     entries: OrderedDict[bytes, list[int]] = field(
         default_factory=OrderedDict
     )  # digest -> a block per group, -1 = none
@@ -172,6 +173,13 @@ class _Store:
             found += len(entry[1])
         self.counts["evictions"] += len(dropped)
         return self.drop(dropped)
+
+
+def _name_of_scales(scales: Scales) -> str:
+    if not isinstance(scales, StaticScales):
+        return str(scales)
+    numbers = [tensor.flatten().tolist() for tensor in (*scales.key, *scales.value)]
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()
 
 
 class PrefixCache:
@@ -255,7 +263,7 @@ class PrefixCache:
         windows = ", ".join(str(window) for window in cache.group_windows)
         layout = f"block size {cache.block_size}, windows {windows}"
         if not store.layout:
-            store.layout, store.dtype = layout, str(cache.dtype)
+            store.layout, store.dtype = layout, f"{cache.dtype}, scales {_name_of_scales(cache.scales)}"
         elif store.layout != layout:
             raise ValueError(f"prefix_cache must serve caches of one layout ({store.layout}), got {layout}")
         return f"{store.layout}, dtype {store.dtype}"

@@ -41,7 +41,7 @@ class KVPool(BlockPool):
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
         self.bound_stale = False
         self._abandoned: list[Rows] = []  # of caches that are gone; their blocks go back when somebody counts
-        self._abandoned_blocks: list[int] = []  # likewise, of holders without rows
+        self._abandoned_blocks: list[list[int]] = []  # likewise, of holders without rows
         self._reclaimers: list[weakref.WeakMethod[Callable[[int], int]]] = []
 
     def lane(self, index: int) -> Tensor:
@@ -119,7 +119,7 @@ class KVPool(BlockPool):
 
     def abandon_blocks(self, blocks: Iterable[int]) -> None:
         """Take blocks whose holder is gone: called by the garbage collector, so no tensor is touched here."""
-        self._abandoned_blocks += blocks
+        self._abandoned_blocks.append(list(blocks))
 
     def add_reclaimer(self, reclaim: Callable[[int], int]) -> None:
         """Ask ``reclaim(wanted)`` when there are too few free blocks.
@@ -180,9 +180,8 @@ class KVPool(BlockPool):
         """Take the blocks of holders that are gone back."""
         while self._abandoned:
             self.free_rows(self._abandoned.pop())
-        if self._abandoned_blocks:
-            blocks, self._abandoned_blocks = self._abandoned_blocks, []
-            self.release(torch.tensor(blocks, dtype=torch.int32))
+        while self._abandoned_blocks:
+            self.release(torch.tensor(self._abandoned_blocks.pop(), dtype=torch.int32))
 
     def _set_lane(self, index: int, lane: Tensor) -> None:
         self.views.clear()  # else they would hold the old memory

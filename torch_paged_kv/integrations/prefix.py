@@ -130,7 +130,7 @@ def _obstacle(
     model: Any, cache: PagedKVCache, prefix_cache: PrefixCache, input_ids: Tensor, arguments: dict[str, Any]
 ) -> str | None:
     """Why keys and values may depend on more than the tokens."""
-    others = sorted(name for name, value in arguments.items() if value is not None and name not in _HARMLESS)
+    others = sorted(name for name, value in arguments.items() if _says_more(name, value))
     if others:
         return f"the model is given more than tokens: {', '.join(others)}"
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
@@ -144,6 +144,13 @@ def _obstacle(
     if adapted and prefix_cache.salt["adapter"] is None:
         return "the model has an adapter: name it, prefix_cache.with_salt(adapter=...)"
     return None
+
+
+def _says_more(name: str, value: Any) -> bool:
+    """Whether an argument may change keys and values."""
+    if value is None or name in _HARMLESS:
+        return False
+    return not (name.endswith("token_type_ids") and not bool(value.any()))  # all zero: text alone
 
 
 def _counts_tokens(positions: Tensor, mask: Tensor | None, input_ids: Tensor) -> bool:
