@@ -668,7 +668,7 @@ class PagedKVCache(nn.Module):
         ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
         num_lanes = max(place.lane for place in self._places) + 1  # of which the first layer's are there
         block_bytes = pool.block_bytes * num_lanes // (len(set(self._lanes.values())) or 1)
-        return max(lacking, min(ahead, affordable_blocks(pool.device, block_bytes)))
+        return max(lacking, min(ahead, max(affordable_blocks(pool.device, block_bytes), growth(pool.num_blocks))))
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()
