@@ -767,10 +767,9 @@ class PagedKVCache(nn.Module):
         lacking = wanted - pool.free_bound
         later = -1 if expected is None else expected - lengths.seen - length
         if later < 0:
-            first = (
-                len(counts) * len(self._group_windows) if pool.num_blocks == 1 else 0
-            )  # the coming block of each row
-            return max(lacking + first, growth(pool.num_blocks))
+            if pool.num_blocks == 1:  # it is new: the coming block of each row, too
+                lacking += len(counts) * len(self._group_windows)
+            return max(lacking, growth(pool.num_blocks))
         windows, size = self._group_windows, self.block_size
         ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
         num_lanes = max(place.lane for place in self._places) + 1  # of which the first layer's are there
