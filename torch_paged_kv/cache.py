@@ -766,15 +766,14 @@ class PagedKVCache(nn.Module):
         lacking = wanted - pool.free_bound
         later = -1 if expected is None else expected - lengths.seen - length
         if later < 0:
-            first = (
-                len(counts) * len(self._group_windows) if pool.num_blocks == 1 else 0
-            )  # the coming block of each row
-            return max(lacking + first, growth(pool.num_blocks))
+            if pool.num_blocks == 1:  # it is new: the coming block of each row, too
+                lacking += len(counts) * len(self._group_windows)
+            return max(lacking, growth(pool.num_blocks))
         windows, size = self._group_windows, self.block_size
         ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
         num_lanes = max(place.lane for place in self._places) + 1  # of which the first layer's are there
         block_bytes = pool.block_bytes * num_lanes // (len(set(self._lanes.values())) or 1)
-        return max(lacking, min(ahead, affordable_blocks(pool.device, block_bytes)))
+        return max(lacking, min(ahead, max(affordable_blocks(pool.device, block_bytes), growth(pool.num_blocks))))
 
     def _new_rows(self, num_seqs: int) -> None:
         # A pool of given size is never outgrown by the widest table it can fill.
