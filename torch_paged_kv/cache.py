@@ -18,17 +18,15 @@ from torch import Tensor, nn
 
 from . import ops
 from .errors import OutOfBlocksError
-from .layout import LayerPlace, LayerShape, cache_views, place_layers
+from .layout import LayerKind, LayerPlace, LayerShape, LayerTensors, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
 from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, scale_views
+from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BIT_DTYPES)
-
-# key_cache, value_cache, key_scale, value_scale.
-LayerCaches = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class PagedKVCache(nn.Module):
@@ -81,7 +79,11 @@ class PagedKVCache(nn.Module):
         self._rows = None
         self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
         self._shapes: dict[int, LayerShape] = {}
-        self._views: dict[int, tuple[int, LayerCaches]] = {}
+        self._lanes: dict[int, int] = {}  # of the pool, per layer
+        self._scale_lanes: dict[int, int] = {}  # ... of the scales of its slots, if each has its own
+        self._keys: dict[int, tuple[Any, ...]] = {}  # of its tensors in `_views`
+        self._spread = False  # over several devices
+        self._views: dict[Any, LayerTensors] = {} if pool is None else pool.views
         self._lengths = Lengths.of(0)
         self._progress = Progress()
         self._set_windows(windows)
@@ -94,6 +96,11 @@ class PagedKVCache(nn.Module):
         if self._pool is None:
             raise RuntimeError("the cache has no pool before its first write; share one with pool= to have it earlier")
         return self._pool
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether the pool exists."""
+        return self._pool is not None
 
     @property
     def num_seqs(self) -> int:
@@ -136,7 +143,11 @@ class PagedKVCache(nn.Module):
     def check(self) -> None:
         """Raise if the accounts of the pool do not close; the pool must be this cache's alone."""
         if self._rows is not None:
-            self.pool.check((self._rows.block_table, self._rows.seq_lens))
+            self.pool.check(*self.tables())
+
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Block table and lengths, as :meth:`BlockPool.check` takes them; none before the first write."""
+        return [] if self._rows is None else [(self._rows.block_table, self._rows.seq_lens)]
 
     def _slots(self) -> tuple[int, int]:
         """Slots of the mapped blocks of this cache's tables, and how many of them hold a token."""
@@ -176,6 +187,17 @@ class PagedKVCache(nn.Module):
         if not real.all():
             order = None if is_right_aligned(real) else right_align(real)
             progress.padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
+
+    def expect(self, positions: int | None) -> None:
+        """Say how many positions there will be in the end, so that a pool without a size grows to that at once.
+
+        Only a hint: fewer leave blocks unused, more make the pool grow further. What it asks for ahead of need is not
+        more than half of the memory that is free.
+
+        Args:
+            positions: of the padded batch, all so far included; None: nobody knows.
+        """
+        self._progress.expected = positions
 
     def announce(self, length: int) -> None:
         """The host's hook before a step that may run inside a compiled graph, where no Python runs.
@@ -219,19 +241,29 @@ class PagedKVCache(nn.Module):
             self._add_layer(layer, key, value)
         if layer == 0:
             self._begin_step(key)
-        step = self._progress.step
-        if step is None or (step.num_seqs, step.length) != (key.shape[0], key.shape[2]):
+        progress = self._progress
+        step, (num_seqs, _, length, _) = progress.step, key.shape
+        if step is None or step.num_seqs != num_seqs or step.length != length:
             raise ValueError(
-                f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
-                f"length={key.shape[2]}] of layer {layer}"
+                f"key must belong to the step that layer 0 began, got [num_seqs={num_seqs}, length={length}] of layer "
+                f"{layer}"
             )
-        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
+        # Looked up here first: it saves a call in every layer of every step.
+        tensors = self._views.get(self._keys[layer]) if step.eager else None
+        key_cache, value_cache, key_scale, value_scale = tensors = tensors or self.caches(layer)
+        begun = step
+        if self._spread:
+            step = begun.on(key.device)
+        if length == 1:  # one view instead of two, in every layer of every decode step
+            key, value = key.squeeze(2), value.squeeze(2)
+        else:
+            key, value = _packed(key, step), _packed(value, step)
         slots = step.slot_mapping[self._places[layer].group]
-        key, value = _packed(key, step.order), _packed(value, step.order)
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
-        step.written = layer
+        begun.written = step.written = layer
+        step.tensors = tensors
         if layer == len(self._places) - 1 and self._windows is not None:
-            self._progress.step = None  # every layer is written; a compiled graph would hand the tensors out
+            progress.step = None  # every layer is written; a compiled graph would hand the tensors out
         return step
 
     def attend(
@@ -266,9 +298,10 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
+        tensors = step.tensors if layer == step.written else None
+        key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
         out = ops.paged_attention(
-            _packed(query, step.order),
+            query.squeeze(2) if step.length == 1 else _packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -285,6 +318,8 @@ class PagedKVCache(nn.Module):
             value_scale=value_scale,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
+        if step.length == 1 and step.num_new is None:
+            return out.unsqueeze(1)
         out = out.view(step.num_seqs, step.length, *out.shape[1:])
         if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
             position = torch.arange(step.length, device=out.device)
@@ -293,7 +328,7 @@ class PagedKVCache(nn.Module):
             return out
         return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
 
-    def caches(self, layer: int) -> LayerCaches:
+    def caches(self, layer: int) -> LayerTensors:
         """A layer's key and value cache, and their scales, None where there are none, as the ops take them.
 
         Returns:
@@ -302,25 +337,22 @@ class PagedKVCache(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._layer_views(layer)
-        views = self._views.get(layer)
-        if views is None or views[0] != self.pool.generation:
-            views = (self.pool.generation, self._layer_views(layer))
-            self._views[layer] = views
-        return views[1]
+        key = self._keys[layer]
+        tensors = self._views.get(key)
+        if tensors is None:
+            self.move_in(layer)  # the layer may have been moved out
+            tensors = self._views[key] = self._layer_views(layer)
+        return tensors
 
-    def _layer_views(self, layer: int) -> LayerCaches:
-        pool, lane, shape, scales = self.pool, self._lane(layer), self._shapes[layer], self._layer_scales
-        key_cache, value_cache = cache_views(pool.lane(lane), shape, self.block_size)
+    def _layer_views(self, layer: int) -> LayerTensors:
+        pool, shape, scales = self.pool, self._shapes[layer], self._layer_scales
+        key_cache, value_cache = cache_views(pool.lane(self._lanes[layer]), shape, self.block_size)
         if scales is None:
             return key_cache, value_cache, None, None
         if scales.static is not None:
             return key_cache, value_cache, *scales.of(layer)
-        return key_cache, value_cache, *scale_views(pool.lane(lane + 1), shape.num_kv_heads, self.block_size)
-
-    def _lane(self, layer: int) -> int:
-        """Index of a layer's lane in the pool; the next one holds the scales of its slots, if it has any."""
-        lane = self._places[layer].lane
-        return lane if self._layer_scales is None else lane * self._layer_scales.lanes
+        lane = pool.lane(self._scale_lanes[layer])
+        return key_cache, value_cache, *scale_views(lane, shape.num_kv_heads, self.block_size)
 
     def gather(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values as dense tensors over the padded positions.
@@ -332,15 +364,15 @@ class PagedKVCache(nn.Module):
         if torch.compiler.is_compiling():
             raise RuntimeError("gather has a data-dependent shape: call it outside of the compiled graph")
         rows, lengths = self._rows, self._mirror()
-        if rows is None:
+        if rows is None or layer not in self._shapes:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
-        table = rows.block_table[self._places[layer].group]
         key_cache, value_cache, key_scale, value_scale = self.caches(layer)
+        table = rows.block_table[self._places[layer].group].to(key_cache.device)
         key, value = ops.gather_blocks(
             key_cache,
             value_cache,
             table,
-            rows.seq_lens,
+            rows.seq_lens.to(key_cache.device),
             lengths.seen,
             dtype=self._gathered_dtype,
             key_scale=key_scale,
@@ -352,6 +384,104 @@ class PagedKVCache(nn.Module):
         return key.gather(2, back.expand(key.shape)), value.gather(2, back.expand(value.shape))
 
     # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def share(self, pool: KVPool) -> None:
+        """Take another cache's pool, unless this one has a pool already."""
+        if self._pool is None:
+            self._pool, self._views = pool, pool.views
+
+    def prepare(self, layers: dict[int, LayerKind]) -> None:
+        """Make ready what the first write makes otherwise: the pool, and the memory of each layer.
+
+        Args:
+            layers: what the keys and values to come are like.
+
+        Raises:
+            ValueError: a layer was written with another shape, or the pool is of another dtype or device.
+        """
+        for layer, (shape, dtype, device) in sorted(layers.items()):
+            if layer in self._shapes:
+                if self._shapes[layer] != shape:
+                    raise ValueError(f"layer {layer} must have {self._shapes[layer]}, got {shape}")
+                continue
+            key, value = (  # sizes alone matter
+                torch.empty((), dtype=dtype, device=device).expand(1, shape.num_kv_heads, 1, size)
+                for size in (shape.head_size, shape.head_size_v)
+            )
+            self._add_layer(layer, key, value)
+
+    @property
+    def within_step(self) -> bool:
+        """Whether a step has begun that some layer has not written."""
+        step = self._progress.step
+        return step is not None and step.written < len(self._places) - 1
+
+    def adopt(self, blocks: Tensor, seen: int, real: Tensor | None = None) -> None:
+        """Begin with sequences whose keys and values lie in blocks that somebody holds; the cache shares them.
+
+        Args:
+            blocks: int32 ``[num_groups, num_seqs, columns]``, their block table; -1 = none, as behind a window.
+            seen: positions of the padded batch.
+            real: bool ``[num_seqs, seen]`` on the CPU, which of them hold a token; None = all.
+
+        Raises:
+            ValueError: the cache is not empty, or its layers fall into another number of groups.
+        """
+        num_groups, num_seqs, columns = blocks.shape
+        if self.seen:
+            raise ValueError(f"the cache must be empty to adopt sequences, got {self.seen} positions")
+        if num_groups != len(self._group_windows):
+            raise ValueError(f"blocks must have num_groups = {len(self._group_windows)}, got {num_groups}")
+        if self.num_seqs != num_seqs:
+            self._new_rows(num_seqs)
+        rows, pool = self._rows, self.pool
+        assert rows is not None
+        self.prepare(pool.layers)
+        if columns > rows.block_table.shape[2]:
+            rows.widen(columns)
+        self._lengths = Lengths.of(num_seqs)
+        self._advance(seen, real, released=False)
+        if self._sliding:
+            self._lengths.floor = list(self._lengths.lens)
+        table = blocks.to(pool.device)
+        rows.block_table[:, :, :columns] = table
+        rows.seq_lens.copy_(torch.tensor(self._lengths.lens, dtype=torch.int32))
+        rows.seen.fill_(seen)
+        pool.retain(table)
+        pool.shared = True
+
+    def table(self) -> Tensor:
+        """The used columns of the block table on the CPU: int32 ``[num_groups, num_seqs, columns]``.
+
+        Synchronises on CUDA.
+        """
+        if self._rows is None:
+            return torch.empty(len(self._group_windows), 0, 0, dtype=torch.int32)
+        columns = -(-max(self.seq_lens(), default=0) // self.block_size)
+        return self._rows.block_table[:, :, :columns].to("cpu", copy=True)
+
+    def stored(self) -> Tensor:
+        """Which positions of the padded batch hold a token: bool ``[num_seqs, seen]`` on the CPU."""
+        return self._mirror().stored()
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Sliding window of each layer that is known, None = full attention."""
+        return [place.window for place in self._places]
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of storage that the layers take, as far as they are known."""
+        return max((place.lane for place in self._places), default=-1) + 1
+
+    def group(self, layer: int) -> int:
+        """Which of the block tables a layer reads."""
+        return self._places[layer].group
+
+    @property
+    def group_windows(self) -> list[int | None]:
+        """Sliding window of each group of layers, None = full attention."""
+        return list(self._group_windows)
 
     def reorder(self, source_rows: Tensor) -> None:
         """Row i becomes row ``source_rows[i]``: tables and reference counts move, no keys or values.
@@ -375,7 +505,8 @@ class PagedKVCache(nn.Module):
     def fork(self) -> PagedKVCache:
         """A cache with the same sequences that shares every block; what either writes later is its own."""
         fork = self._blank()
-        fork._shapes = dict(self._shapes)
+        fork._shapes, fork._lanes, fork._spread = dict(self._shapes), dict(self._lanes), self._spread
+        fork._scale_lanes, fork._keys = dict(self._scale_lanes), dict(self._keys)
         fork._layer_scales, fork._gathered_dtype = self._layer_scales, self._gathered_dtype
         fork._places = list(self._places)
         fork._lengths = self._mirror().copy()
@@ -414,7 +545,25 @@ class PagedKVCache(nn.Module):
         self._pool = None
         self._lengths = Lengths.of(0)
         self._shapes.clear()
-        self._views.clear()
+        self._lanes.clear()
+        self._scale_lanes.clear()
+        self._spread = False
+        self._views = {}
+
+    def move_out(self, layer: int) -> None:
+        """Move a layer's keys and values to host memory; its next use moves them back, unless :meth:`move_in` has.
+
+        Its lane of the pool moves, free blocks included, and with it what other groups of layers keep there.
+        """
+        for lanes in (self._lanes, self._scale_lanes):
+            if layer in lanes:
+                self.pool.move_out(lanes[layer])
+
+    def move_in(self, layer: int) -> None:
+        """Move a layer's keys and values back to its device."""
+        for lanes in (self._lanes, self._scale_lanes):
+            if layer in lanes:
+                self.pool.move_in(lanes[layer])
 
     def is_written(self, layer: int) -> bool:
         """Whether a layer was ever written."""
@@ -506,26 +655,31 @@ class PagedKVCache(nn.Module):
             )
         if self._windows is None:
             self._places += [LayerPlace(0, lane, None) for lane in range(len(self._places), layer + 1)]
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        place, shape = self._places[layer], LayerShape(key.shape[1], key.shape[3], value.shape[3])
         if self._pool is None:
             self._pool = self._new_pool(key, shape)
-        if self._pool.device != key.device:
-            raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
+            self._views = self._pool.views
         self._pool.adopt(self.scales)
         dtype, scales = self.dtype or key.dtype, self._layer_scales
+        ensure_lane = self._pool.ensure_lane
+        self._lanes[layer] = ensure_lane(place.lane, shape.elements(self.block_size), dtype, key.device)
         if scales is not None:
             scales.add_layer(layer, shape, key.device)
-        self._pool.ensure_lane(self._lane(layer), shape.elements(self.block_size), dtype)
-        if scales is not None and scales.static is None:
-            self._pool.ensure_lane(self._lane(layer) + 1, scales.elements(shape, self.block_size), torch.float32)
+            if scales.static is None:
+                elements = scales.elements(shape, self.block_size)
+                self._scale_lanes[layer] = ensure_lane(~place.lane, elements, torch.float32, key.device)
         self._gathered_dtype = key.dtype if dtype in EIGHT_BIT_DTYPES else None
+        # Layers of like shape that share a lane share its views, but not the scales that are fixed for each.
+        fixed = scales is not None and scales.static is not None
+        self._keys[layer] = (self._lanes[layer], shape, layer if fixed else None)
         self._shapes[layer] = shape
+        self._spread |= self._pool.device != key.device
+        self._pool.layers[layer] = LayerKind(shape, key.dtype, key.device)
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)
-        if not self._size:
-            columns = -(-key.shape[2] // self.block_size) + 1
-            return KVPool(key.shape[0] * num_groups * columns, self.block_size, key.device, growable=True)
+        if not self._size:  # as small as can be: the step that begins now makes room for itself
+            return KVPool(1, self.block_size, key.device, growable=True)
         num_lanes = max(place.lane for place in self._places) + 1
         block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
         if self._layer_scales is not None:
@@ -550,7 +704,7 @@ class PagedKVCache(nn.Module):
         rows, pool = self._rows, self.pool
         assert rows is not None
         releasing = not progress.keeping_past or progress.cropped
-        cu_seqlens_q = torch.arange(0, (num_seqs + 1) * length, length, dtype=torch.int32, device=key.device)
+        cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
             rows.block_table,
             rows.seq_lens,
@@ -562,7 +716,7 @@ class PagedKVCache(nn.Module):
         if not enough:
             pool.raise_if_exhausted()
         if compiling or pool.shared:
-            ops.copy_blocks(pool.lanes(), [], block_mapping)
+            pool.copy_blocks(block_mapping)
         rows.seen.add_(length)
         if not compiling:
             progress.cropped = False
@@ -576,6 +730,7 @@ class PagedKVCache(nn.Module):
             cu_seqlens_q,
             None if padding is None else padding.num_new,
             None if padding is None else padding.order,
+            not compiling,
         )
 
     def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
@@ -584,10 +739,7 @@ class PagedKVCache(nn.Module):
         if self.num_seqs != num_seqs:
             if self.seen:
                 raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")
-            # A pool of given size is never outgrown by the widest table it can fill.
-            width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
-            self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
-            self._lengths = Lengths.of(num_seqs)
+            self._new_rows(num_seqs)
         rows, pool = self._rows, self.pool
         assert rows is not None
         counts = [length] * num_seqs if padding is None or padding.real is None else padding.real.sum(1).tolist()
@@ -595,7 +747,41 @@ class PagedKVCache(nn.Module):
         width = rows.block_table.shape[2]
         if widest > width:
             rows.widen(max(widest, 2 * width))
-        return pool.make_room(wanted * len(self._group_windows))
+        wanted *= len(self._group_windows)
+        enough = pool.has_room(wanted)
+        if not enough and pool.growable:
+            pool.grow(pool.num_blocks + self._blocks_to_add(wanted, counts, length))
+            enough = True
+        pool.take(wanted)
+        return enough
+
+    def _blocks_to_add(self, wanted: int, counts: Sequence[int], length: int) -> int:
+        """Blocks by which the pool grows for a step that finds fewer free than it may want.
+
+        Args:
+            wanted: blocks of the step.
+            counts: tokens of the step, per row.
+            length: positions of the step.
+        """
+        pool, lengths, expected = self.pool, self._mirror(), self._progress.expected
+        lacking = wanted - pool.free_bound
+        later = -1 if expected is None else expected - lengths.seen - length
+        if later < 0:
+            first = (
+                len(counts) * len(self._group_windows) if pool.num_blocks == 1 else 0
+            )  # the coming block of each row
+            return max(lacking + first, growth(pool.num_blocks))
+        windows, size = self._group_windows, self.block_size
+        ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
+        num_lanes = max(place.lane for place in self._places) + 1  # of which the first layer's are there
+        block_bytes = pool.block_bytes * num_lanes // (len(set(self._lanes.values())) or 1)
+        return max(lacking, min(ahead, affordable_blocks(pool.device, block_bytes)))
+
+    def _new_rows(self, num_seqs: int) -> None:
+        # A pool of given size is never outgrown by the widest table it can fill.
+        width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
+        self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
+        self._lengths = Lengths.of(num_seqs)
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()
@@ -628,17 +814,19 @@ class PagedKVCache(nn.Module):
         return mask.gather(3, columns[:, None, None, :].expand(mask.shape))
 
 
-def _packed(states: Tensor, order: Tensor | None) -> Tensor:
+def _packed(states: Tensor, step: Step) -> Tensor:
     """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
-    if order is not None:
-        states = states.gather(2, order[:, None, :, None].expand(states.shape))
+    if step.order is not None:
+        states = states.gather(2, step.order[:, None, :, None].expand(states.shape))
     return states.transpose(1, 2).flatten(0, 1)
 
 
 def _kind(dtype: torch.dtype | None, scales: Scales, pool: KVPool | None) -> tuple[torch.dtype | None, Scales]:
-    """Dtype and scales of a cache; left open, they are those of its pool."""
+    """Dtype and scales of a cache; left open, they are those of its pool if that holds 8-bit blocks."""
     if dtype is None and scales == "auto" and pool is not None and pool.num_lanes > 0:
-        return pool.lane(0).dtype, pool.scales
+        stored = pool.lane(0).dtype
+        if stored in EIGHT_BIT_DTYPES:
+            return stored, pool.scales
     return dtype, choose_scales(dtype, scales)
 
 

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 MAX_GROUPS = 16
+
+
+# A layer's key cache, value cache, and their scales, as the ops take them.
+LayerTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,7 @@ class LayerPlace:
     window: int | None  # keys a query sees, itself included; None = all
 
 
-@dataclass(frozen=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """Sizes of one layer's key and value rows."""
 
     num_kv_heads: int
@@ -35,6 +40,14 @@ class LayerShape:
     def elements(self, block_size: int) -> int:
         """Elements of one block of this layer."""
         return block_size * self.num_kv_heads * (self.head_size + self.head_size_v)
+
+
+class LayerKind(NamedTuple):
+    """What the first write of a layer tells: sizes, dtype and device of its keys and values as they come."""
+
+    shape: LayerShape
+    dtype: torch.dtype
+    device: torch.device
 
 
 def layers_per_group(counts: Sequence[int]) -> int:
