@@ -21,7 +21,7 @@ from .errors import OutOfBlocksError
 from .layout import LayerKind, LayerPlace, LayerShape, LayerTensors, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
-from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, scale_views
+from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, layer_block_bytes, scale_views
 from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
@@ -389,6 +389,9 @@ class PagedKVCache(nn.Module):
         """Take another cache's pool, unless this one has a pool already."""
         if self._pool is None:
             self._pool, self._views = pool, pool.views
+            if self.dtype is None:
+                self.dtype, self.scales = _kind(None, "auto", pool)
+                self._layer_scales = None if self.scales is None else LayerScales(self.scales)
 
     def prepare(self, layers: dict[int, LayerKind]) -> None:
         """Make ready what the first write makes otherwise: the pool, and the memory of each layer.
@@ -681,10 +684,10 @@ class PagedKVCache(nn.Module):
         if not self._size:  # as small as can be: the step that begins now makes room for itself
             return KVPool(1, self.block_size, key.device, growable=True)
         num_lanes = max(place.lane for place in self._places) + 1
-        block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
-        if self._layer_scales is not None:
-            block_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize * num_lanes
-        num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
+        layer_bytes = layer_block_bytes(shape, self.block_size, self.dtype or key.dtype, self.scales)
+        num_blocks = blocks_for(
+            **self._size, block_size=self.block_size, block_bytes=layer_bytes * num_lanes, device=key.device
+        )
         if "num_tokens" in self._size:
             num_blocks *= num_groups  # a sequence takes blocks in every group
         return KVPool(num_blocks, self.block_size, key.device, growable=False)

@@ -16,6 +16,7 @@ from .stats import Monitor
 __all__ = ["add_parsers"]
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+CACHE_DTYPES = DTYPES | {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "int8")}
 
 
 def add_parsers(commands: Any) -> None:
@@ -25,7 +26,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="of one sequence (default: what the model can take)")
     parser.add_argument("--gib", type=float, metavar="X", help="size of a pool instead: how many tokens fit")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=CACHE_DTYPES, help="(default: %(default)s)")
     parser.set_defaults(run=estimate)
 
     parser = commands.add_parser("bench", help="time to first token, cold and with a prefix cache; decode speed")
@@ -60,7 +61,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     if tokens is None and arguments.gib is None:
         tokens = config.get_text_config(decoder=True).max_position_embeddings
     size = None if arguments.gib is None else int(arguments.gib * 2**30)
-    sizes: dict[str, Any] = {"block_size": arguments.block_size, "dtype": DTYPES[arguments.dtype]}
+    sizes: dict[str, Any] = {"block_size": arguments.block_size, "dtype": CACHE_DTYPES[arguments.dtype]}
     print(of_config(config, num_tokens=tokens, bytes=size, **sizes))
     return 0
 
