@@ -21,7 +21,7 @@ from .errors import OutOfBlocksError
 from .layout import LayerKind, LayerPlace, LayerShape, LayerTensors, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
-from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, scale_views
+from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, layer_block_bytes, scale_views
 from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
@@ -389,6 +389,9 @@ class PagedKVCache(nn.Module):
         """Take another cache's pool, unless this one has a pool already."""
         if self._pool is None:
             self._pool, self._views = pool, pool.views
+            if self.dtype is None:
+                self.dtype, self.scales = _kind(None, "auto", pool)
+                self._layer_scales = None if self.scales is None else LayerScales(self.scales)
 
     def prepare(self, layers: dict[int, LayerKind]) -> None:
         """Make ready what the first write makes otherwise: the pool, and the memory of each layer.
@@ -468,13 +471,6 @@ class PagedKVCache(nn.Module):
     def windows(self) -> list[int | None]:
         """Sliding window of each layer that is known, None = full attention."""
         return [place.window for place in self._places]
-
-    def block_bytes(self, shape: LayerShape, dtype: torch.dtype) -> int:
-        """Bytes of a block of the pool, scales included, where all layers are of one shape and stored as ``dtype``."""
-        num_bytes = shape.elements(self.block_size) * dtype.itemsize
-        if self._layer_scales is not None:
-            num_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize
-        return num_bytes * (max(place.lane for place in self._places) + 1)
 
     def group(self, layer: int) -> int:
         """Which of the block tables a layer reads."""
@@ -682,8 +678,11 @@ class PagedKVCache(nn.Module):
         num_groups = len(self._group_windows)
         if not self._size:  # as small as can be: the step that begins now makes room for itself
             return KVPool(1, self.block_size, key.device, growable=True)
-        block_bytes = self.block_bytes(shape, self.dtype or key.dtype)
-        num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
+        num_lanes = max(place.lane for place in self._places) + 1
+        layer_bytes = layer_block_bytes(shape, self.block_size, self.dtype or key.dtype, self.scales)
+        num_blocks = blocks_for(
+            **self._size, block_size=self.block_size, block_bytes=layer_bytes * num_lanes, device=key.device
+        )
         if "num_tokens" in self._size:
             num_blocks *= num_groups  # a sequence takes blocks in every group
         return KVPool(num_blocks, self.block_size, key.device, growable=False)

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from .layout import LayerShape
 from .reference import MAX_OF_DTYPE
 
-__all__ = ["EIGHT_BIT_DTYPES", "LayerScales", "Scales", "StaticScales", "choose_scales", "scale_views"]
+__all__ = [
+    "EIGHT_BIT_DTYPES",
+    "LayerScales",
+    "Scales",
+    "StaticScales",
+    "choose_scales",
+    "layer_block_bytes",
+    "scale_views",
+]
 
 EIGHT_BIT_DTYPES = tuple(MAX_OF_DTYPE)
 PER_SLOT = "per_slot"
@@ -128,6 +136,19 @@ def choose_scales(dtype: torch.dtype | None, scales: Scales) -> Scales:
     if scales is None and dtype == torch.int8:
         raise ValueError('scales must be given for an int8 cache, "per_slot" or StaticScales: a key is no integer')
     return scales
+
+
+def layer_block_bytes(shape: LayerShape, block_size: int, dtype: torch.dtype, scales: Scales) -> int:
+    """Bytes of one block of a layer, the scales of its slots included.
+
+    Args:
+        shape: sizes of the layer's rows.
+        block_size: tokens in a block.
+        dtype: of the cache.
+        scales: of the cache, as :func:`choose_scales` gives them.
+    """
+    made = 2 * block_size * shape.num_kv_heads * torch.float32.itemsize if scales == PER_SLOT else 0
+    return shape.elements(block_size) * dtype.itemsize + made
 
 
 class LayerScales(nn.Module):

@@ -9,6 +9,7 @@ import torch
 
 from torch_paged_kv.integrations.transformers import PagedKVCache
 from torch_paged_kv.layout import LayerShape
+from torch_paged_kv.scales import Scales, layer_block_bytes
 
 __all__ = ["Estimate", "estimate"]
 
@@ -48,6 +49,7 @@ def estimate(
     bytes: int | None = None,
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
+    scales: Scales = "auto",
 ) -> Estimate:
     """What ``PagedKVCache(config, ...)`` of the same size takes.
 
@@ -56,7 +58,8 @@ def estimate(
         num_tokens: tokens of one sequence; or
         bytes: of the pool.
         block_size: tokens in a block.
-        dtype: of the stored keys and values; 8-bit ones with a scale for every slot and head.
+        dtype: of the stored keys and values; 8-bit ones with a scale for every slot and head, or as ``scales`` says.
+        scales: as for :class:`PagedKVCache`; those of every slot take bytes of their own.
 
     Raises:
         ValueError: not one of ``num_tokens`` and ``bytes`` is given, it does not make a block, or the config does not
@@ -65,18 +68,18 @@ def estimate(
     if (num_tokens is None) == (bytes is None):
         raise ValueError(f"one of num_tokens and bytes must be given, got {num_tokens} and {bytes}")
     shape = _layer_shape(config.get_text_config(decoder=True))
-    cache = PagedKVCache(config, block_size=block_size, dtype=dtype)
+    cache = PagedKVCache(config, block_size=block_size, dtype=dtype, scales=scales)
     num_groups = len(cache.group_windows)
-    block_bytes = cache.block_bytes(shape, dtype)
+    pool_block_bytes = layer_block_bytes(shape, block_size, dtype, cache.scales) * cache.num_lanes
     if num_tokens is None:
         assert bytes is not None
-        num_blocks = bytes // block_bytes
+        num_blocks = bytes // pool_block_bytes
         num_tokens = num_blocks // num_groups * block_size
     else:
         num_blocks = -(-num_tokens // block_size) * num_groups
     if num_blocks < 1:
-        raise ValueError(f"bytes must make at least one block of {block_bytes}, got {bytes}")
-    return Estimate(block_size, block_bytes, num_groups, num_blocks, num_tokens)
+        raise ValueError(f"bytes must make at least one block of {pool_block_bytes}, got {bytes}")
+    return Estimate(block_size, pool_block_bytes, num_groups, num_blocks, num_tokens)
 
 
 def _layer_shape(config: Any) -> LayerShape:
