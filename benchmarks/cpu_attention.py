@@ -250,7 +250,7 @@ def main() -> None:
             more_rows(bench)
     compared = None
     if (not options.only or "generate" in options.only) and importlib.util.find_spec("transformers"):
-        compared = cpu_generate.compare(torch.float32, min(2, options.rounds))
+        compared = cpu_generate.compare(torch.float32, min(2, options.rounds), clock)
         row = Row("generate", compared.model, 0.0, None, "dynamic", compared.ratio, 1.3, 1.0)
         bench.rows.append(row)
     lines = ["", summary(bench), ""] + ([cpu_generate.report(compared)] if compared else [])

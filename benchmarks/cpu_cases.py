@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return self.head_size**-0.5
+        return 1 / math.sqrt(self.head_size)
 
     def __str__(self) -> str:
         dtypes = self.cache if self.cache == self.query else f"{self.cache}/{self.query}"

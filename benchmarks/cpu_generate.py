@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_paged_kv import PagedKVCache, _models
 
+Clock = Callable[[], float]
 BATCH, PROMPT, NEW = 8, 512, 64
 GROUPS = {
     "linear layers": ("aten::addmm", "aten::mm", "aten::linear", "mkldnn", "aten::bmm"),
@@ -71,14 +72,15 @@ def smollm2(dtype: torch.dtype) -> tuple[Any, str]:
     return model.to(dtype).eval(), "SmolLM2-135M's shape, random weights"
 
 
-class Clock:
-    """A streamer that notes when the first new token came."""
+class Noted:
+    """A streamer that notes when the prompt and then each new token came."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.times: list[float] = []
 
     def put(self, _: Tensor) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(self.clock())
 
     def end(self) -> None:
         pass
@@ -89,10 +91,10 @@ def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
-def generate(model: Any, prompt: Tensor, make_cache: Callable[[], Any], count: int) -> tuple[float, float]:
+def generate(model: Any, prompt: Tensor, cache: Any, count: int, clock: Clock) -> tuple[float, float]:
     """Seconds of one call that makes `count` new tokens a row, and those after the first one."""
-    cache, clock = make_cache(), Clock()
-    begin = time.perf_counter()
+    noted = Noted(clock)
+    begin = clock()
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -100,20 +102,19 @@ def generate(model: Any, prompt: Tensor, make_cache: Callable[[], Any], count: i
         min_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
-        streamer=clock,
+        streamer=noted,
         **with_cache(model, cache),
     )
-    end = time.perf_counter()
-    return end - begin, end - clock.times[1]  # the prompt is put first
+    end = clock()
+    return end - begin, end - noted.times[1]
 
 
 def group_of(name: str) -> str:
     return next((group for group, parts in GROUPS.items() if any(part in name for part in parts)), "other ops")
 
 
-def profile(model: Any, prompt: Tensor, make_cache: Callable[[], Any]) -> dict[str, float]:
+def profile(model: Any, prompt: Tensor, cache: Any) -> dict[str, float]:
     """Share of each kind of op in the time of decode steps; what is left over is Python."""
-    cache = make_cache()
     token = model(prompt, **with_cache(model, cache)).logits[:, -1:].argmax(-1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         begin = time.perf_counter()
@@ -129,7 +130,7 @@ def profile(model: Any, prompt: Tensor, make_cache: Callable[[], Any]) -> dict[s
 
 
 @torch.no_grad()
-def compare(dtype: torch.dtype, rounds: int) -> Comparison:
+def compare(dtype: torch.dtype, rounds: int, clock: Clock = time.perf_counter) -> Comparison:
     """Both caches in turn, `rounds` times after one to warm up."""
     from transformers import DynamicCache
 
@@ -143,7 +144,7 @@ def compare(dtype: torch.dtype, rounds: int) -> Comparison:
     steps: dict[str, list[float]] = {kind: [] for kind in makers}
     for index in range(rounds + 1):
         for kind, make in makers.items():
-            seconds, rest = generate(model, prompt, make, NEW if index else 4)
+            seconds, rest = generate(model, prompt, make(), NEW if index else 4, clock)
             if index:
                 whole[kind].append(seconds)
                 steps[kind].append(rest)
@@ -156,7 +157,7 @@ def compare(dtype: torch.dtype, rounds: int) -> Comparison:
         tokens_per_second={kind: BATCH * NEW / statistics.median(times) for kind, times in whole.items()},
         ratios=ratios(whole),
         decode_ratios=ratios(steps),
-        profiles={kind: profile(model, prompt, make) for kind, make in makers.items()},
+        profiles={kind: profile(model, prompt, make()) for kind, make in makers.items()},
     )
 
 
