@@ -472,6 +472,11 @@ class PagedKVCache(nn.Module):
         """Sliding window of each layer that is known, None = full attention."""
         return [place.window for place in self._places]
 
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of storage that the layers take, as far as they are known."""
+        return max((place.lane for place in self._places), default=-1) + 1
+
     def group(self, layer: int) -> int:
         """Which of the block tables a layer reads."""
         return self._places[layer].group
@@ -678,10 +683,9 @@ class PagedKVCache(nn.Module):
         num_groups = len(self._group_windows)
         if not self._size:  # as small as can be: the step that begins now makes room for itself
             return KVPool(1, self.block_size, key.device, growable=True)
-        num_lanes = max(place.lane for place in self._places) + 1
         layer_bytes = layer_block_bytes(shape, self.block_size, self.dtype or key.dtype, self.scales)
         num_blocks = blocks_for(
-            **self._size, block_size=self.block_size, block_bytes=layer_bytes * num_lanes, device=key.device
+            **self._size, block_size=self.block_size, block_bytes=layer_bytes * self.num_lanes, device=key.device
         )
         if "num_tokens" in self._size:
             num_blocks *= num_groups  # a sequence takes blocks in every group
@@ -770,8 +774,7 @@ class PagedKVCache(nn.Module):
             return max(lacking, growth(pool.num_blocks))
         windows, size = self._group_windows, self.block_size
         ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
-        num_lanes = max(place.lane for place in self._places) + 1  # of which the first layer's are there
-        block_bytes = pool.block_bytes * num_lanes // (len(set(self._lanes.values())) or 1)
+        block_bytes = pool.block_bytes * self.num_lanes // (len(set(self._lanes.values())) or 1)
         return max(lacking, min(ahead, max(affordable_blocks(pool.device, block_bytes), growth(pool.num_blocks))))
 
     def _new_rows(self, num_seqs: int) -> None:
