@@ -57,6 +57,7 @@ struct AttentionLaunch {
   int32_t window_left, window_right;  // clipped to 2^30
   int32_t grid, warps;  // of the attention launch: thread blocks, and warps of one
   int32_t max_rows;  // of an item, if max_seqlen_q is the bound it should be
+  int32_t row_limit;  // sequences of more packed rows are another launch's
   bool causal, deterministic;
   Workspace workspace;
   AttentionParams params;
@@ -185,7 +186,8 @@ class Schedule {
   __device__ Sequence sequence_at(int32_t index) const {
     const int32_t begin = max(0, min(a_.cu_seqlens_q[index], a_.num_tokens));
     const int32_t end = max(begin, min(a_.cu_seqlens_q[index + 1], a_.num_tokens));
-    return {index, begin, end - begin, max(0, min(a_.seq_lens[index], a_.capacity))};
+    const bool ours = (end - begin) * int32_t(a_.group.value) <= a_.row_limit;
+    return {index, begin, ours ? end - begin : 0, max(0, min(a_.seq_lens[index], a_.capacity))};
   }
 
   __device__ Work work_of(const Sequence& sequence) const {
