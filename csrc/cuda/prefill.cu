@@ -15,7 +15,7 @@ struct Spans {
   int32_t token, q_len, seq_len, row_tiles;  // row_tiles: 0 if the sequence is not ours
 };
 
-__device__ Spans spans_of(const Launch& a, int32_t sequence, int rows) {
+__device__ Spans spans_of(const Launch& a, int32_t sequence) {
   const AttentionParams& p = a.params;
   const int32_t tokens = int32_t(p.num_tokens);
   Spans s;
@@ -23,11 +23,12 @@ __device__ Spans spans_of(const Launch& a, int32_t sequence, int rows) {
   s.q_len = max(s.token, min(p.cu_seqlens_q[sequence + 1], tokens)) - s.token;
   s.seq_len = max(0, min(p.seq_lens[sequence], a.capacity));
   const int32_t packed = s.q_len * a.group;
-  s.row_tiles = packed > a.decode_rows ? (packed + rows - 1) / rows : 0;
+  s.row_tiles = packed > a.decode_rows ? (packed + a.tile_rows - 1) / a.tile_rows : 0;
   return s;
 }
 
-__device__ Tile tile_of(const Launch& a, int32_t sequence, const Spans& s, int32_t number, int rows) {
+__device__ Tile tile_of(const Launch& a, int32_t sequence, const Spans& s, int32_t number) {
+  const int32_t rows = a.tile_rows;
   Tile t{sequence, s.token, s.q_len, s.seq_len, number * rows, min(rows, s.q_len * a.group - number * rows), 0, 0};
   const int32_t offset = s.seq_len - s.q_len;  // position of query 0
   const int32_t first = offset + t.first_row / a.group, last = offset + (t.first_row + t.rows - 1) / a.group;
@@ -41,13 +42,13 @@ __device__ Tile tile_of(const Launch& a, int32_t sequence, const Spans& s, int32
 
 // Calls function(tile) for every row tile, a warp a sequence.
 template <class Function>
-__device__ void for_each_tile(const Launch& a, int rows, Function&& function) {
+__device__ void for_each_tile(const Launch& a, Function&& function) {
 #pragma unroll 1
   for (int32_t sequence = threadIdx.x / kWarp; sequence < a.params.num_seqs; sequence += kScheduleWarps) {
-    const Spans s = spans_of(a, sequence, rows);
+    const Spans s = spans_of(a, sequence);
 #pragma unroll 1
     for (int32_t number = threadIdx.x % kWarp; number < s.row_tiles; number += kWarp)
-      function(tile_of(a, sequence, s, number, rows));
+      function(tile_of(a, sequence, s, number));
   }
 }
 
@@ -69,7 +70,7 @@ __device__ int32_t sum_before(int32_t value, int32_t (&sums)[kScheduleWarps]) {
 }
 
 // Lists the row tiles, those with most keys first (a counting sort), and resets the counter that deals them out.
-__global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_constant__ Launch a, int rows) {
+__global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_constant__ Launch a) {
   __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], most_keys;
   let_dependents_start();
   positions[threadIdx.x] = 0;
@@ -83,13 +84,13 @@ __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_consta
   int shift = 0;
   while (most_keys >> shift >= kBuckets) ++shift;
   const auto bucket = [shift](const Tile& t) { return kBuckets - 1 - (max(t.keys_end - t.keys_begin, 0) >> shift); };
-  for_each_tile(a, rows, [&](const Tile& t) { atomicAdd(&positions[bucket(t)], 1); });
+  for_each_tile(a, [&](const Tile& t) { atomicAdd(&positions[bucket(t)], 1); });
   __syncthreads();
   const int32_t count = positions[threadIdx.x], before = sum_before(count, sums);
   positions[threadIdx.x] = before;
   if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0};
   __syncthreads();
-  for_each_tile(a, rows, [&](const Tile& t) {
+  for_each_tile(a, [&](const Tile& t) {
     const int32_t position = atomicAdd(&positions[bucket(t)], 1);
     if (position < a.max_tiles) a.tiles[position] = t;  // else cu_seqlens_q is no prefix sum
   });
@@ -103,9 +104,14 @@ int head_size_class(const AttentionParams& p) {
   return size <= 64 ? 64 : size <= 128 ? 128 : 256;
 }
 
+// Packed rows of a tile: whole tokens.
+int32_t tile_rows(const AttentionParams& p) {
+  const int32_t group = int32_t(p.num_heads / p.num_kv_heads);
+  return rows_of(head_size_class(p)) / group * group;
+}
+
 int64_t max_tiles(const AttentionParams& p) {
-  const int64_t packed = p.num_tokens * (p.num_heads / p.num_kv_heads);
-  return divide_up(packed, rows_of(head_size_class(p))) + p.num_seqs;
+  return divide_up(p.num_tokens * (p.num_heads / p.num_kv_heads), tile_rows(p)) + p.num_seqs;
 }
 
 int32_t clip_window(int64_t window) { return window < 0 || window > (1 << 30) ? -1 : int32_t(window); }
@@ -145,24 +151,33 @@ Encode encoder() {
   return found;
 }
 
-// A pool as [blocks, heads, slots, dims], to be copied in boxes of 16 slots x 64 dims; outside it everything is zero.
-CUtensorMap map_of(const AttentionParams& p, const Cache& cache) {
-  const cuuint64_t sizes[4] = {cuuint64_t(cache.head_size), cuuint64_t(p.block_size), cuuint64_t(p.num_kv_heads),
-                               cuuint64_t(p.num_blocks)};
-  // The stride of an axis of one element is never used, but must pass for one.
-  const auto bytes = [](int64_t stride, int64_t size) { return cuuint64_t(size > 1 ? 2 * stride : 16); };
-  const cuuint64_t strides[3] = {bytes(cache.slot_stride, p.block_size), bytes(cache.head_stride, p.num_kv_heads),
-                                 bytes(cache.block_stride, p.num_blocks)};
-  const cuuint32_t box[4] = {64, kBoxKeys, 1, 1}, steps[4] = {1, 1, 1, 1};
-  const auto type =
-      cache.dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+CUtensorMap encode(DType dtype, void* data, const cuuint64_t (&sizes)[4], const int64_t (&strides)[3],
+                   const cuuint32_t (&box)[4]) {
+  cuuint64_t bytes[3];
+  for (int i = 0; i < 3; ++i)  // the stride of an axis of one element is never used, but must pass for one
+    bytes[i] = cuuint64_t(sizes[i + 1] > 1 ? 2 * strides[i] : 16);
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const auto type = dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map{};
   const CUresult result =
-      encoder()(&map, type, 4, cache.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encoder()(&map, type, 4, data, sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(int(result)));
+  if (result != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(int(result)));
   return map;
+}
+
+// A pool as [blocks, heads, slots, dims], copied in boxes of 16 slots x 64 dims; outside it everything is zero.
+CUtensorMap map_of(const AttentionParams& p, const Cache& c) {
+  return encode(c.dtype, c.data,
+                {cuuint64_t(c.head_size), cuuint64_t(p.block_size), cuuint64_t(p.num_kv_heads), cuuint64_t(p.num_blocks)},
+                {c.slot_stride, c.head_stride, c.block_stride}, {64, kBoxKeys, 1, 1});
+}
+
+// The queries as [tokens, heads, dims], copied in boxes of the tokens of a tile x the heads of a group x 64 dims.
+CUtensorMap map_of_queries(const AttentionParams& p, int32_t group, int32_t tile_rows) {
+  return encode(p.query_dtype, const_cast<void*>(p.query),
+                {cuuint64_t(p.key_cache.head_size), cuuint64_t(p.num_heads), cuuint64_t(p.num_tokens), 1},
+                {p.query_head_stride, p.query_token_stride, 0}, {64, cuuint32_t(group), cuuint32_t(tile_rows / group), 1});
 }
 
 Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, void* workspace) {
@@ -174,6 +189,8 @@ Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, vo
   a.tiles = reinterpret_cast<Tile*>(static_cast<char*>(workspace) + kHeaderBytes);
   a.max_tiles = int32_t(max_tiles(p));
   a.group = int32_t(p.num_heads / p.num_kv_heads);
+  a.tile_rows = tile_rows(p);
+  a.queries = map_of_queries(p, a.group, a.tile_rows);
   a.decode_rows = decode_rows;
   const double capacity = double(p.max_blocks) * double(p.block_size);  // in tokens; may pass 2^63
   a.capacity = capacity < double(1 << 30) ? int32_t(capacity) : 1 << 30;
@@ -198,7 +215,7 @@ bool fits(const AttentionParams& p) {
            c.head_stride < kMostStride;
   };
   return p.query_dtype != DType::float32 && p.mask.kind == MaskKind::none && !p.alibi_slopes && p.scale > 0.0f &&
-         p.block_size % kBoxKeys == 0 && p.block_size < INT32_MAX && p.num_blocks > 0 && p.num_blocks < INT32_MAX &&
+         p.num_heads / p.num_kv_heads <= 128 && p.block_size % kBoxKeys == 0 && p.block_size < INT32_MAX && p.num_blocks > 0 && p.num_blocks < INT32_MAX &&
          fits_map(p.key_cache) && fits_map(p.value_cache) &&
          has_chunks(p.query, p.query_token_stride, p.query_head_stride, 0) &&
          reinterpret_cast<intptr_t>(p.out) % 16 == 0 &&
@@ -211,7 +228,7 @@ int64_t workspace_bytes(const AttentionParams& p) { return kHeaderBytes + max_ti
 void launch(const AttentionParams& p, int32_t decode_rows, bool outside, void* workspace, cudaStream_t stream) {
   const Launch a = launch_of(p, decode_rows, outside, workspace);
   const int size_class = head_size_class(p);
-  schedule<<<1, kScheduleThreads, 0, stream>>>(a, rows_of(size_class));
+  schedule<<<1, kScheduleThreads, 0, stream>>>(a);
   check_launch("paged_attention");
   if (p.query_dtype == DType::float16) return launch_float16(a, size_class, stream);
   launch_bfloat16(a, size_class, stream);

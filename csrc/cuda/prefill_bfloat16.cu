@@ -9,7 +9,7 @@ void launch_bfloat16(const Launch& launch, int head_size_class, cudaStream_t str
 // Code for any other architecture is empty: it has no barriers in shared memory.
 bool can_run() {
   cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, attention<BFloat16, 64>), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, attention<BFloat16, 64, false>), "cudaFuncGetAttributes");
   return attributes.sharedSizeBytes > 0;
 }
 

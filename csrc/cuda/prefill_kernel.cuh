@@ -1,10 +1,11 @@
 // The prefill kernel: sm_90a, float16 and bfloat16, head sizes up to 256. docs/kernels/prefill.md draws it.
 //
-// A thread block is one per SM and stays. Its first warpgroup feeds: one warp brings tiles of keys, one tiles of values
-// (a bulk tensor copy per 16 keys, found by the block table), two bring queries. The other warpgroups compute 64 packed
+// A thread block is one per SM and stays. Its first warpgroup feeds: one warp takes the work and brings tiles of keys, one
+// tiles of values (bulk tensor copies of 16 keys each, found by the block table), one queries. The other warpgroups compute 64 packed
 // rows each: S = Q K^T and O += P V with wgmma, the softmax of a tile under the products of the tile before.
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
 #include "device.cuh"
@@ -27,19 +28,19 @@ struct Shape {
   static constexpr int kRows = rows_of(kHeadSize);
   static constexpr int kConsumers = kRows / 64;  // warpgroups
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-  static constexpr int kKeys = kHeadSize == 256 ? 80 : 128;  // of a tile
+  static constexpr int kKeys = kHeadSize == 256 ? 80 : kHeadSize == 128 ? 128 : 96;  // of a tile
   static constexpr int kBoxes = kKeys / kBoxKeys;
   static constexpr int kPanels = kHeadSize / 64;  // a panel: 64 dims of all rows, 128 bytes a row
-  static constexpr int kStages = kHeadSize == 64 ? 4 : 2;
-  static constexpr int kQueryStages = kHeadSize == 256 ? 1 : 2;
+  static constexpr int kStages = kHeadSize == 64 ? 4 : kHeadSize == 128 ? 3 : 2;
+  static constexpr int kQueryStages = kHeadSize == 64 ? 2 : 1;
   static constexpr int kPanelBytes = kKeys * 128;
   static constexpr int kTileBytes = kPanels * kPanelBytes;
   static constexpr int kBoxBytes = kBoxKeys * 128;
   static constexpr int kQueryPanelBytes = kRows * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kSharedBytes = 1024 + kQueryStages * kQueryBytes + 2 * kStages * kTileBytes;  // 1024 to align
-  static constexpr int kFeederRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kFeederRegisters = kConsumers == 3 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
   static constexpr uint32_t kAllMapped = (1u << kBoxes) - 1;
 };
 
@@ -49,13 +50,31 @@ struct Item {
   int32_t kv_head;
 };
 
+inline constexpr int kItems = 2;  // known at a time
+
 template <int kHeadSize>
 struct Control {
   using S = Shape<kHeadSize>;
   uint64_t key_full[S::kStages], key_empty[S::kStages], value_full[S::kStages], value_empty[S::kStages];
-  uint64_t item_full[S::kQueryStages], item_empty[S::kQueryStages], query_full[S::kQueryStages];
+  uint64_t item_full[kItems], item_empty[kItems], query_full[S::kQueryStages], query_empty[S::kQueryStages];
   uint32_t mapped[S::kStages];  // a bit for each box of keys that lies in a block
-  Item items[S::kQueryStages];
+  Item items[kItems];
+};
+
+// The addresses of a Control's barriers: one register and constants.
+template <int kHeadSize>
+struct Barriers {
+  using C = Control<kHeadSize>;
+  uint32_t base;
+
+  __device__ uint32_t key_full(int stage) const { return base + offsetof(C, key_full) + 8 * stage; }
+  __device__ uint32_t key_empty(int stage) const { return base + offsetof(C, key_empty) + 8 * stage; }
+  __device__ uint32_t value_full(int stage) const { return base + offsetof(C, value_full) + 8 * stage; }
+  __device__ uint32_t value_empty(int stage) const { return base + offsetof(C, value_empty) + 8 * stage; }
+  __device__ uint32_t item_full(int stage) const { return base + offsetof(C, item_full) + 8 * stage; }
+  __device__ uint32_t item_empty(int stage) const { return base + offsetof(C, item_empty) + 8 * stage; }
+  __device__ uint32_t query_full(int stage) const { return base + offsetof(C, query_full) + 8 * stage; }
+  __device__ uint32_t query_empty(int stage) const { return base + offsetof(C, query_empty) + 8 * stage; }
 };
 
 // A position in a ring of stages; `parity` is that of the phase which ends when the stage has been filled.
@@ -127,49 +146,55 @@ __device__ void copy_boxes(uint32_t stage, const CUtensorMap& map, uint32_t barr
     copy_box(target + panel * S::kPanelBytes, map, barrier, panel * 64, slot, head, block);
 }
 
-// The unit after `unit` that this thread block takes, and its word of the tile: lane l has word l.
+// The next unit, to lane 0 alone.
 __device__ inline int32_t take_unit(const Launch& a) {
   int32_t unit = 0;
   if (threadIdx.x % kWarp == 0) unit = atomicAdd(&a.header->next_unit, 1);
   return unit;
 }
 
+// Word `lane` of the tile that a unit belongs to; 0 where there is none.
+__device__ inline int32_t read_tile(const Launch& a, int32_t unit, int32_t num_units) {
+  const int lane = threadIdx.x % kWarp;
+  if (unit >= num_units || lane >= int(sizeof(Tile) / 4)) return 0;
+  return reinterpret_cast<const int32_t*>(a.tiles + unit / int32_t(a.params.num_kv_heads))[lane];
+}
+
 template <int kHeadSize>
-__device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, uint32_t stages) {
+__device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers<kHeadSize> barriers,
+                          uint32_t stages) {
   using S = Shape<kHeadSize>;
   const int lane = threadIdx.x % kWarp;
   const int32_t kv_heads = int32_t(a.params.num_kv_heads);
   wait_for_predecessor();
   const int32_t num_units = *reinterpret_cast<const volatile int32_t*>(&a.header->num_tiles) * kv_heads;
-  int32_t next = take_unit(a);
+  int32_t unit = __shfl_sync(kFullMask, take_unit(a), 0), word = read_tile(a, unit, num_units);
   Ring<S::kStages> keys;
-  Ring<S::kQueryStages> ring;
+  Ring<kItems> ring;
 #pragma unroll 1
   for (;; ring.advance()) {
-    const int32_t unit = __shfl_sync(kFullMask, next, 0);
     Item& item = control.items[ring.stage];
     const bool more = unit < num_units;
-    int32_t word = 0;
-    if (more && lane < 8) word = reinterpret_cast<const int32_t*>(a.tiles + unit / kv_heads)[lane];
-    wait(shared_address(&control.item_empty[ring.stage]), ring.parity ^ 1);
+    wait(barriers.item_empty(ring.stage), ring.parity ^ 1);
     if (lane < 8) reinterpret_cast<int32_t*>(&item.tile)[lane] = word;
     if (lane == 8) item.kv_head = more ? unit % kv_heads : -1;
     __syncwarp();
-    if (lane == 0) arrive(shared_address(&control.item_full[ring.stage]));
+    if (lane == 0) arrive(barriers.item_full(ring.stage));
     if (!more) return;
-    next = take_unit(a);
+    const int32_t taken = take_unit(a);  // reaches this warp while it feeds the item
     const Tile tile = item.tile;
     const int32_t head = item.kv_head;
     const Boxes<kHeadSize> boxes(a, tile);
     const int first = first_tile<kHeadSize>(tile);
-    int number = last_tile<kHeadSize>(tile), block, slot;
-    boxes.find(number, block, slot);
+    const int last = last_tile<kHeadSize>(tile);
+    int block, slot;
+    boxes.find(last, block, slot);
 #pragma unroll 1
-    for (; number >= first; --number) {
+    for (int number = last; number >= first; --number) {
       int next_block = 0, next_slot = 0;
       if (number > first) boxes.find(number - 1, next_block, next_slot);
-      const uint32_t full = shared_address(&control.key_full[keys.stage]);
-      wait(shared_address(&control.key_empty[keys.stage]), keys.parity ^ 1);
+      const uint32_t full = barriers.key_full(keys.stage);
+      wait(barriers.key_empty(keys.stage), keys.parity ^ 1);
       const uint32_t mapped = __ballot_sync(kFullMask, block != int32_t(a.params.num_blocks)) & S::kAllMapped;
       if (lane == 0) {
         control.mapped[keys.stage] = mapped;
@@ -181,6 +206,10 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, uint32_t
       keys.advance();
       block = next_block;
       slot = next_slot;
+      if (number == last) {
+        unit = __shfl_sync(kFullMask, taken, 0);
+        word = read_tile(a, unit, num_units);
+      }
     }
   }
 }
@@ -207,18 +236,19 @@ __device__ __forceinline__ void copy_visible_rows(const Launch& a, const Boxes<k
 }
 
 template <int kHeadSize>
-__device__ void feed_values(const Launch& a, Control<kHeadSize>& control, uint32_t stages) {
+__device__ void feed_values(const Launch& a, const Control<kHeadSize>& control, Barriers<kHeadSize> barriers,
+                            uint32_t stages) {
   using S = Shape<kHeadSize>;
   const int lane = threadIdx.x % kWarp;
   Ring<S::kStages> values;
-  Ring<S::kQueryStages> ring;
+  Ring<kItems> ring;
 #pragma unroll 1
   for (;; ring.advance()) {
-    wait(shared_address(&control.item_full[ring.stage]), ring.parity);
+    wait(barriers.item_full(ring.stage), ring.parity);
     const Tile tile = control.items[ring.stage].tile;
     const int32_t head = control.items[ring.stage].kv_head;
     __syncwarp();
-    if (lane == 0) arrive(shared_address(&control.item_empty[ring.stage]));
+    if (lane == 0) arrive(barriers.item_empty(ring.stage));
     if (head < 0) return;
     const Boxes<kHeadSize> boxes(a, tile);
     const int first = first_tile<kHeadSize>(tile);
@@ -228,9 +258,9 @@ __device__ void feed_values(const Launch& a, Control<kHeadSize>& control, uint32
     for (; number >= first; --number) {
       int next_block = 0, next_slot = 0;
       if (number > first) boxes.find(number - 1, next_block, next_slot);
-      const uint32_t full = shared_address(&control.value_full[values.stage]);
+      const uint32_t full = barriers.value_full(values.stage);
       const uint32_t stage = stages + values.stage * S::kTileBytes;
-      wait(shared_address(&control.value_empty[values.stage]), values.parity ^ 1);
+      wait(barriers.value_empty(values.stage), values.parity ^ 1);
       const bool partial = lane < S::kBoxes && boxes.is_partial(number);
       if (lane < S::kBoxes && !partial) copy_boxes<kHeadSize>(stage, a.values, full, head, block, slot);
       __syncwarp();
@@ -256,44 +286,31 @@ __device__ void feed_values(const Launch& a, Control<kHeadSize>& control, uint32
   }
 }
 
-// Two warps bring the packed rows of queries: any group, any strides of whole 16-byte chunks.
+// Brings the packed rows of items: whole tokens x the heads of the group. Rows past the sequence's end bring others'
+// queries or zeros: their results are never stored. Called by one thread.
 template <int kHeadSize>
-__device__ void feed_queries(const Launch& a, Control<kHeadSize>& control, uint32_t stages) {
+__device__ void feed_queries(const Launch& a, const Control<kHeadSize>& control, Barriers<kHeadSize> barriers,
+                             uint32_t stages) {
   using S = Shape<kHeadSize>;
-  constexpr int kChunks = kHeadSize / 8, kFeeders = 2 * kWarp;
-  const AttentionParams& p = a.params;
-  Ring<S::kQueryStages> ring;
+  Ring<S::kQueryStages> queries;
+  Ring<kItems> ring;
 #pragma unroll 1
-  for (;; ring.advance()) {
-    wait(shared_address(&control.item_full[ring.stage]), ring.parity);
+  for (;; ring.advance(), queries.advance()) {
+    wait(barriers.item_full(ring.stage), ring.parity);
     const Item& item = control.items[ring.stage];
-    const uint32_t full = shared_address(&control.query_full[ring.stage]);
-    const int32_t head = item.kv_head;
-    if (head < 0) {
-      arrive(full);
-      return;
-    }
-    const int32_t first_row = item.tile.first_row, rows = item.tile.rows;
-    const char* base = static_cast<const char*>(p.query) + 2 * (item.tile.token * p.query_token_stride);
-    const uint32_t stage = stages + ring.stage * S::kQueryBytes;
-#pragma unroll 4
-    for (int index = threadIdx.x % kFeeders; index < S::kRows * kChunks; index += kFeeders) {
-      const int row = index / kChunks, chunk = index % kChunks;
-      const bool valid = row < rows && chunk * 8 < p.key_cache.head_size;
-      const int32_t packed = first_row + row, query = packed / a.group;
-      const char* source = base + 2 * (query * p.query_token_stride +
-                                       (head * a.group + packed - query * a.group) * p.query_head_stride) + 16 * chunk;
-      const uint32_t target = stage + chunk / 8 * S::kQueryPanelBytes + row * 128 + ((chunk % 8 ^ row % 8) << 4);
-      copy_async(target, valid ? source : static_cast<const char*>(p.query), valid, mma::streaming_policy());
-    }
-    mma::commit_copies();
-    mma::wait_for_copies<0>();
-    fence_async_proxy();
-    arrive(full);
+    const int32_t head = item.kv_head, token = item.tile.token + item.tile.first_row / a.group;
+    const uint32_t full = barriers.query_full(queries.stage), stage = stages + queries.stage * S::kQueryBytes;
+    wait(barriers.query_empty(queries.stage), queries.parity ^ 1);
+    if (head < 0) return arrive(full);
+    arrive_expecting(full, S::kPanels * 128 * a.tile_rows);
+#pragma unroll
+    for (int panel = 0; panel < S::kPanels; ++panel)
+      copy_box(stage + panel * S::kQueryPanelBytes, a.queries, full, panel * 64, head * a.group, token, 0);
+    arrive(barriers.item_empty(ring.stage));
   }
 }
 
-// Tokens that belong to no sequence give zeros. Called by 2 warps of each thread block.
+// Tokens that belong to no sequence give zeros. Called by a warp of each thread block.
 __device__ inline void zero_outside_spans(const Launch& a) {
   const AttentionParams& p = a.params;
   const int32_t tokens = int32_t(p.num_tokens);
@@ -305,9 +322,9 @@ __device__ inline void zero_outside_spans(const Launch& a) {
     const int64_t index = row / p.num_heads, token = index < begin ? index : index - begin + end;
     const int64_t out_row = token * p.num_heads + row % p.num_heads;
 #pragma unroll 1
-    for (int64_t chunk = threadIdx.x % (2 * kWarp); chunk < chunks; chunk += 2 * kWarp)
+    for (int64_t chunk = threadIdx.x % kWarp; chunk < chunks; chunk += kWarp)
       static_cast<uint4*>(p.out)[out_row * chunks + chunk] = {0, 0, 0, 0};
-    if (threadIdx.x % (2 * kWarp) == 0 && p.lse) p.lse[out_row] = -INFINITY;
+    if (threadIdx.x % kWarp == 0 && p.lse) p.lse[out_row] = -INFINITY;
   }
 }
 
@@ -317,8 +334,7 @@ __device__ inline void zero_outside_spans(const Launch& a) {
 struct Rows {
   int32_t begin[2], end[2];  // keys that they see
   int32_t all_begin, all_end;  // keys that all rows of the warpgroup see
-  int64_t out_row[2];
-  bool valid[2];
+  int32_t out_row[2];  // [token, head] as one number; -1: past the end
 };
 
 __device__ inline int32_t visible_begin(const Launch& a, int32_t position) {
@@ -339,11 +355,11 @@ __device__ inline Rows rows_of_thread(const Launch& a, const Tile& t, int32_t kv
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = group_row + warp * 16 + lane / 4 + 8 * i;
-    r.valid[i] = row < t.rows;
     const int32_t packed = t.first_row + min(row, t.rows - 1), query = packed / a.group;
     r.begin[i] = visible_begin(a, offset + query);
     r.end[i] = visible_end(a, offset + query, t.seq_len);
-    r.out_row[i] = int64_t(t.token + query) * a.params.num_heads + kv_head * a.group + packed - query * a.group;
+    const int32_t head = kv_head * a.group + packed - query * a.group;
+    r.out_row[i] = row < t.rows ? (t.token + query) * int32_t(a.params.num_heads) + head : -1;
   }
   const int32_t first = (t.first_row + min(group_row, t.rows - 1)) / a.group;
   const int32_t last = (t.first_row + min(group_row + 63, t.rows - 1)) / a.group;
@@ -373,19 +389,23 @@ __device__ void hide(float (&scores)[kKeys / 2], const Rows& rows, int32_t first
   }
 }
 
-// Softmax state of this thread's two rows; the sums are over this thread's columns only.
+// Softmax state of this thread's two rows; the sums are over this thread's columns only. `base` is a maximum of scores
+// that follows the true one only when that has outgrown it by 2^kSlack: sums are rarely rescaled, weights stay small.
 struct Softmax {
-  float maximum[2], sum[2];  // maximum of raw scores
+  static constexpr float kSlack = 8.0f;
+  float base[2], sum[2];  // base: of raw scores
+  float shrink[2];  // what the sums of values are to be multiplied by before the next product
+  bool shrinks;  // any of the warp
 
   __device__ void begin() {
-    maximum[0] = maximum[1] = -INFINITY;
+    base[0] = base[1] = -INFINITY;
     sum[0] = sum[1] = 0.0f;
   }
 
-  // Raw scores -> weights, unrounded. `shrink`: what the sums so far are to be multiplied by.
+  // Raw scores -> weights, unrounded.
   template <int kCount>
-  __device__ void soften(float (&scores)[kCount], float factor, float (&shrink)[2]) {
-    float base[2];
+  __device__ void soften(float (&scores)[kCount], float factor) {
+    float offset[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = fmaxf(scores[2 * r], scores[2 * r + 1]);
@@ -393,13 +413,14 @@ struct Softmax {
       for (int i = 4; i < kCount; i += 4) largest = fmaxf(largest, fmaxf(scores[i + 2 * r], scores[i + 2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, 2));
-      largest = fmaxf(largest, maximum[r]);
-      base[r] = largest == -INFINITY ? 0.0f : largest * factor;
-      shrink[r] = fast_exp2(maximum[r] * factor - base[r]);
-      maximum[r] = largest;
+      const bool grown = (largest - base[r]) * factor > kSlack;  // not where both are -inf
+      shrink[r] = grown ? fast_exp2((base[r] - largest) * factor) : 1.0f;
+      base[r] = grown ? largest : base[r];
+      offset[r] = base[r] == -INFINITY ? 0.0f : base[r] * factor;
     }
+    shrinks = __any_sync(kFullMask, shrink[0] != 1.0f || shrink[1] != 1.0f);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) scores[i] = fast_exp2(fmaf(scores[i], factor, -base[i / 2 % 2]));
+    for (int i = 0; i < kCount; ++i) scores[i] = fast_exp2(fmaf(scores[i], factor, -offset[i / 2 % 2]));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = scores[2 * r] + scores[2 * r + 1];
@@ -419,38 +440,49 @@ struct Softmax {
 };
 
 // One warpgroup: 64 packed rows of each item.
-template <class T, int kHeadSize>
+template <class T, int kHeadSize, bool kSoftcap>
 class Consumer {
  public:
   using S = Shape<kHeadSize>;
   static constexpr int kScores = S::kKeys / 2, kOut = kHeadSize / 2;  // registers
 
-  __device__ Consumer(const Launch& a, Control<kHeadSize>& control, uint32_t queries, uint32_t keys, uint32_t values)
-      : a_(a), control_(control), queries_(queries), keys_(keys), values_(values) {
+  __device__ Consumer(const Launch& a, const Control<kHeadSize>& control, Barriers<kHeadSize> barriers,
+                      uint32_t queries, uint32_t keys, uint32_t values)
+      : a_(a), control_(control), barriers_(barriers), queries_(queries), keys_(keys), values_(values) {
     number_ = threadIdx.x / kGroupThreads - 1;
   }
 
   __device__ void run() {
     if (number_ == 0) arrive_named(turn(0), 2 * kGroupThreads);  // the first turn is the first warpgroup's
-    Ring<S::kQueryStages> ring;
+    Ring<kItems> ring;
+    Ring<S::kQueryStages> queries;
 #pragma unroll 1
-    for (;; ring.advance()) {
-      wait(shared_address(&control_.query_full[ring.stage]), ring.parity);
-      if (control_.items[ring.stage].kv_head < 0) return;
-      attend(ring.stage);
+    for (;; ring.advance(), queries.advance()) {
+      wait(barriers_.query_full(queries.stage), queries.parity);
+      const Item item = control_.items[ring.stage];
+      if (item.kv_head < 0) return;
+      __syncwarp();
+      release(barriers_.item_empty(ring.stage));
+      attend(item, queries.stage);
     }
   }
 
  private:
   // Named barriers: warpgroups issue products in turn, so that the softmax of one lies under the products of another.
   __device__ static int turn(int number) { return 1 + number; }
-  __device__ void await_turn() const { sync_named(turn(number_), 2 * kGroupThreads); }
+  // Weights have no sign: that the barrier depends on them makes the compiler round them before, not in the turn.
+  __device__ void await_turn(const uint32_t (&weights)[S::kKeys / 16][4]) const {
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < S::kKeys / 4; ++i) all |= weights[i / 4][i % 4];
+    sync_named(turn(number_) + int(all >> 31), 2 * kGroupThreads);
+  }
   __device__ void pass_turn() const {
     arrive_named(turn(number_ + 1 == S::kConsumers ? 0 : number_ + 1), 2 * kGroupThreads);
   }
 
-  __device__ static void release(uint64_t& barrier) {
-    if (threadIdx.x % kWarp == 0) arrive(shared_address(&barrier));
+  __device__ static void release(uint32_t barrier) {
+    if (threadIdx.x % kWarp == 0) arrive(barrier);
   }
 
   // S = Q K^T of a tile.
@@ -475,14 +507,63 @@ class Consumer {
   }
 
   __device__ void to_logits(float (&scores)[kScores], const Rows& rows, int tile, uint32_t mapped) const {
-    if (a_.params.softcap > 0.0f) {
+    if constexpr (kSoftcap) {
       const float factor = a_.params.scale / a_.params.softcap;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) scores[i] = bounded_tanh(scores[i] * factor);
     }
     const int32_t first = tile * S::kKeys;
-    if (mapped != S::kAllMapped || first < rows.all_begin || first + S::kKeys > rows.all_end)
+    if (__builtin_expect(mapped != S::kAllMapped || first < rows.all_begin || first + S::kKeys > rows.all_end, 0))
       hide<S::kKeys>(scores, rows, first, mapped);
+  }
+
+  // A tile's scores, once the product is done -> weights, unrounded.
+  __device__ void soften(float (&scores)[kScores], Softmax& softmax, const Rows& rows, int tile, float factor) {
+    pin(scores);
+    const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[key_ring_.stage]);
+    release(barriers_.key_empty(key_ring_.stage));
+    key_ring_.advance();
+    to_logits(scores, rows, tile, mapped);
+    softmax.soften(scores, factor);
+  }
+
+  // Ends the product with the values of the tile before, and makes ready the next: weights rounded, sums rescaled if
+  // need be, values there. Callers have a loop (on a barrier) before this: without one between, the compiler lets the
+  // softmax wait for the product.
+  __device__ void prepare_values(float (&scores)[kScores], uint32_t (&weights)[S::kKeys / 16][4],
+                                 const Softmax& softmax, float (&out)[kOut], bool adding) {
+    pin(scores);
+    wait_for_products<0>();
+    pin(out);
+    if (adding) {
+      release(barriers_.value_empty(value_ring_.stage));
+      value_ring_.advance();
+    }
+    round(scores, weights);
+    if (softmax.shrinks) {
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) out[i] *= softmax.shrink[i / 2 % 2];
+    }
+    pin(out);
+    wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
+  }
+
+  // The scores of a tile, and O += P V of the tile before, whose unrounded weights are in `scores`. The softmax of the
+  // one lies under the product of the other.
+  __device__ void attend_tile(float (&scores)[kScores], float (&out)[kOut], Softmax& softmax, const Rows& rows,
+                              uint64_t queries, int tile, float factor, bool& adding) {
+    uint32_t weights[S::kKeys / 16][4];
+    wait(barriers_.key_full(key_ring_.stage), key_ring_.parity);
+    prepare_values(scores, weights, softmax, out, adding);
+    await_turn(weights);
+    begin_products();
+    multiply_keys(scores, queries, key_ring_.stage);
+    begin_products();
+    multiply_values(out, weights, value_ring_.stage);
+    pass_turn();
+    wait_for_products<1>();
+    soften(scores, softmax, rows, tile, factor);
+    adding = true;
   }
 
   // The layout of a product's result is that of the next product's operand.
@@ -491,96 +572,90 @@ class Consumer {
     for (int i = 0; i < kScores / 2; ++i) weights[i / 4][i % 4] = pack(scores[2 * i], scores[2 * i + 1], T{});
   }
 
-  __device__ void attend(int query_stage) {
-    const Tile tile = control_.items[query_stage].tile;
-    const Rows rows = rows_of_thread(a_, tile, control_.items[query_stage].kv_head, number_ * 64);
+  __device__ void attend(const Item& item, int query_stage) {
+    const Tile& tile = item.tile;
+    const Rows rows = rows_of_thread(a_, tile, item.kv_head, number_ * 64);
     const uint64_t queries = at(operand(1024, 0), queries_ + query_stage * S::kQueryBytes + number_ * 64 * 128);
-    const float softcap = a_.params.softcap;
-    const float factor = (softcap > 0.0f ? softcap : a_.params.scale) * kLog2e;
+    const float factor = (kSoftcap ? a_.params.softcap : a_.params.scale) * kLog2e;
     const int first = first_tile<kHeadSize>(tile);
     int number = last_tile<kHeadSize>(tile);
-    float scores[kScores], out[kOut], shrink[2];
-    uint32_t weights[S::kKeys / 16][4];
+    float scores[kScores], out[kOut];
     Softmax softmax;
     softmax.begin();
 #pragma unroll
     for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
 
-    wait(shared_address(&control_.key_full[key_ring_.stage]), key_ring_.parity);
+    wait(barriers_.key_full(key_ring_.stage), key_ring_.parity);
     pin(scores);
     begin_products();
     multiply_keys(scores, queries, key_ring_.stage);
     wait_for_products<0>();
-    pin(scores);
-    uint32_t mapped = *const_cast<volatile uint32_t*>(&control_.mapped[key_ring_.stage]);
-    release(control_.key_empty[key_ring_.stage]);
-    key_ring_.advance();
-    to_logits(scores, rows, number, mapped);
-    softmax.soften(scores, factor, shrink);
-    round(scores, weights);
+    soften(scores, softmax, rows, number, factor);
+    bool adding = false;  // is a product with values under way?
+    --number;
 #pragma unroll 1
-    for (--number; number >= first; --number) {
-      wait(shared_address(&control_.key_full[key_ring_.stage]), key_ring_.parity);
-      await_turn();
-      pin(scores);
-      begin_products();
-      multiply_keys(scores, queries, key_ring_.stage);
-      wait(shared_address(&control_.value_full[value_ring_.stage]), value_ring_.parity);
-      pin(out);
-      begin_products();
-      multiply_values(out, weights, value_ring_.stage);
-      pass_turn();
-      wait_for_products<1>();
-      pin(scores);
-      mapped = *const_cast<volatile uint32_t*>(&control_.mapped[key_ring_.stage]);
-      release(control_.key_empty[key_ring_.stage]);
-      key_ring_.advance();
-      to_logits(scores, rows, number, mapped);
-      softmax.soften(scores, factor, shrink);
-      wait_for_products<0>();
-      pin(out);
-      release(control_.value_empty[value_ring_.stage]);
-      value_ring_.advance();
-      round(scores, weights);
-#pragma unroll
-      for (int i = 0; i < kOut; ++i) out[i] *= shrink[i / 2 % 2];
-    }
-    release(control_.item_empty[query_stage]);
-    wait(shared_address(&control_.value_full[value_ring_.stage]), value_ring_.parity);
-    pin(out);
+    for (; number >= first; --number) attend_tile(scores, out, softmax, rows, queries, number, factor, adding);
+    release(barriers_.query_empty(query_stage));
+    uint32_t weights[S::kKeys / 16][4];
+    prepare_values(scores, weights, softmax, out, adding);
     begin_products();
     multiply_values(out, weights, value_ring_.stage);
     softmax.finish();
     wait_for_products<0>();
     pin(out);
-    release(control_.value_empty[value_ring_.stage]);
+    release(barriers_.value_empty(value_ring_.stage));
     value_ring_.advance();
     store(out, softmax, rows, factor);
   }
 
+  // Four lanes hold two columns each of four blocks of 8 columns; after this lane q holds block q whole.
+  __device__ static uint4 gather_block(const uint32_t (&words)[4]) {
+    const int lane = threadIdx.x % 4;
+    const bool odd = lane & 1, high = lane & 2;
+    uint32_t pairs[2][2];  // of blocks 2i + odd: the columns of lanes lane & 2, (lane & 2) + 1
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t kept = odd ? words[2 * i + 1] : words[2 * i];
+      const uint32_t other = __shfl_xor_sync(kFullMask, odd ? words[2 * i] : words[2 * i + 1], 1);
+      pairs[i][0] = odd ? other : kept;
+      pairs[i][1] = odd ? kept : other;
+    }
+    const uint32_t first = __shfl_xor_sync(kFullMask, high ? pairs[0][0] : pairs[1][0], 2);
+    const uint32_t second = __shfl_xor_sync(kFullMask, high ? pairs[0][1] : pairs[1][1], 2);
+    return high ? uint4{first, second, pairs[1][0], pairs[1][1]} : uint4{pairs[0][0], pairs[0][1], first, second};
+  }
+
   __device__ void store(const float (&out)[kOut], const Softmax& softmax, const Rows& rows, float factor) const {
     const AttentionParams& p = a_.params;
-    const int lane = threadIdx.x % kWarp;
-    const int32_t head_size = int32_t(p.value_cache.head_size);
+    const int lane = threadIdx.x % 4;
+    const int32_t chunks = int32_t(p.value_cache.head_size) / 8;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (!rows.valid[r]) continue;
-      const float sum = softmax.sum[r], maximum = softmax.maximum[r] * factor;  // in base 2
+      const int32_t out_row = rows.out_row[r];
+      const float sum = softmax.sum[r], base = softmax.base[r] * factor;  // in base 2
       float total = sum;
-      if (p.sinks && sum != 0.0f)
-        total += fast_exp2(p.sinks[rows.out_row[r] % p.num_heads] * kLog2e - maximum);
+      if (p.sinks && sum != 0.0f && out_row >= 0)
+        total += fast_exp2(p.sinks[out_row % int32_t(p.num_heads)] * kLog2e - base);
       const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-      uint32_t* target = static_cast<uint32_t*>(p.out) + (rows.out_row[r] * head_size) / 2 + lane % 4;
+      uint4* target = static_cast<uint4*>(p.out) + int64_t(out_row) * chunks;
 #pragma unroll
-      for (int i = 0; i < kHeadSize / 8; ++i)
-        if (i * 8 < head_size)
-          target[i * 4] = pack(out[4 * i + 2 * r] * inverse, out[4 * i + 2 * r + 1] * inverse, T{});
-      if (p.lse && lane % 4 == 0) p.lse[rows.out_row[r]] = sum == 0.0f ? -INFINITY : maximum * kLn2 + logf(sum);
+      for (int chunk = 0; chunk < kHeadSize / 8; chunk += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = out + 4 * (chunk + i) + 2 * r;
+          words[i] = pack(pair[0] * inverse, pair[1] * inverse, T{});
+        }
+        const uint4 block = gather_block(words);
+        if (out_row >= 0 && chunk + lane < chunks) target[chunk + lane] = block;
+      }
+      if (p.lse && lane == 0 && out_row >= 0) p.lse[out_row] = sum == 0.0f ? -INFINITY : base * kLn2 + logf(sum);
     }
   }
 
   const Launch& a_;
-  Control<kHeadSize>& control_;
+  const Control<kHeadSize>& control_;
+  Barriers<kHeadSize> barriers_;
   uint32_t queries_, keys_, values_;
   int number_;
   Ring<S::kStages> key_ring_, value_ring_;
@@ -589,29 +664,33 @@ class Consumer {
 // ---- The kernel ----
 
 template <int kHeadSize>
-__device__ void set_up(const Launch& a, Control<kHeadSize>& control) {
+__device__ void set_up(const Launch& a, Barriers<kHeadSize> barriers) {
   using S = Shape<kHeadSize>;
   constexpr int kConsumerWarps = S::kConsumers * 4;
   if (threadIdx.x == 0) {
     prefetch_map(a.keys);
     prefetch_map(a.values);
+    prefetch_map(a.queries);
     for (int i = 0; i < S::kStages; ++i) {
-      init_barrier(shared_address(&control.key_full[i]), 1);
-      init_barrier(shared_address(&control.value_full[i]), 1);
-      init_barrier(shared_address(&control.key_empty[i]), kConsumerWarps);
-      init_barrier(shared_address(&control.value_empty[i]), kConsumerWarps);
+      init_barrier(barriers.key_full(i), 1);
+      init_barrier(barriers.value_full(i), 1);
+      init_barrier(barriers.key_empty(i), kConsumerWarps);
+      init_barrier(barriers.value_empty(i), kConsumerWarps);
+    }
+    for (int i = 0; i < kItems; ++i) {
+      init_barrier(barriers.item_full(i), 1);
+      init_barrier(barriers.item_empty(i), kConsumerWarps + 2);  // and those that feed queries and values
     }
     for (int i = 0; i < S::kQueryStages; ++i) {
-      init_barrier(shared_address(&control.item_full[i]), 1);
-      init_barrier(shared_address(&control.item_empty[i]), kConsumerWarps + 1);  // and the warp that feeds values
-      init_barrier(shared_address(&control.query_full[i]), 2 * kWarp);
+      init_barrier(barriers.query_full(i), 1);
+      init_barrier(barriers.query_empty(i), kConsumerWarps);
     }
     fence_barrier_init();
   }
   __syncthreads();
 }
 
-template <class T, int kHeadSize>
+template <class T, int kHeadSize, bool kSoftcap>
 __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, 1) attention(const __grid_constant__ Launch a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = Shape<kHeadSize>;
@@ -620,32 +699,35 @@ __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, 1) attention(const
   const uint32_t queries = (shared_address(memory) + 1023) / 1024 * 1024;
   const uint32_t keys = queries + S::kQueryStages * S::kQueryBytes, values = keys + S::kStages * S::kTileBytes;
   let_dependents_start();
-  set_up<kHeadSize>(a, control);
+  Barriers<kHeadSize> barriers;
+  asm volatile("mov.u32 %0, %1;" : "=r"(barriers.base) : "r"(shared_address(&control)));  // once: it is no constant
+  set_up<kHeadSize>(a, barriers);
   if (threadIdx.x < kGroupThreads) {
     give_registers<S::kFeederRegisters>();
     const int warp = threadIdx.x / kWarp;
     if (warp == 0) {
-      feed_keys<kHeadSize>(a, control, keys);
+      feed_keys<kHeadSize>(a, control, barriers, keys);
     } else if (warp == 1) {
-      feed_values<kHeadSize>(a, control, values);
-    } else {
-      feed_queries<kHeadSize>(a, control, queries);
-      if (a.outside) zero_outside_spans(a);
+      feed_values<kHeadSize>(a, control, barriers, values);
+    } else if (warp == 2) {
+      if (threadIdx.x % kWarp == 0) feed_queries<kHeadSize>(a, control, barriers, queries);
+    } else if (a.outside) {
+      zero_outside_spans(a);
     }
   } else {
     take_registers<S::kConsumerRegisters>();
-    Consumer<T, kHeadSize>(a, control, queries, keys, values).run();
+    Consumer<T, kHeadSize, kSoftcap>(a, control, barriers, queries, keys, values).run();
   }
 #endif
 }
 
-template <class T, int kHeadSize>
+template <class T, int kHeadSize, bool kSoftcap>
 void launch_instance(const Launch& launch, cudaStream_t stream) {
   static bool ready[64];  // of this kernel, by device
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   constexpr int kSharedBytes = Shape<kHeadSize>::kSharedBytes;
-  const auto kernel = attention<T, kHeadSize>;
+  const auto kernel = attention<T, kHeadSize, kSoftcap>;
   if (!ready[device]) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "paged_attention");
     ready[device] = true;
@@ -665,10 +747,15 @@ void launch_instance(const Launch& launch, cudaStream_t stream) {
 
 template <class T>
 void launch_class(const Launch& launch, int head_size_class, cudaStream_t stream) {
+  const auto choose = [&](auto size) {
+    constexpr int kHeadSize = decltype(size)::value;
+    if (launch.params.softcap > 0.0f) return launch_instance<T, kHeadSize, true>(launch, stream);
+    launch_instance<T, kHeadSize, false>(launch, stream);
+  };
   switch (head_size_class) {
-    case 64: return launch_instance<T, 64>(launch, stream);
-    case 128: return launch_instance<T, 128>(launch, stream);
-    case 256: return launch_instance<T, 256>(launch, stream);
+    case 64: return choose(std::integral_constant<int, 64>{});
+    case 128: return choose(std::integral_constant<int, 128>{});
+    case 256: return choose(std::integral_constant<int, 256>{});
     default: throw std::logic_error("no prefill kernel has head size " + std::to_string(head_size_class));
   }
 }

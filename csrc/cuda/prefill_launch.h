@@ -24,12 +24,13 @@ struct Header {
 inline constexpr int64_t kHeaderBytes = 256;
 
 struct Launch {
-  CUtensorMap keys, values;
+  CUtensorMap queries, keys, values;
   AttentionParams params;
   Header* header;
   Tile* tiles;  // [max_tiles], those with most keys first
   int32_t max_tiles;
   int32_t group, decode_rows;
+  int32_t tile_rows;  // whole tokens: a multiple of the group
   int32_t capacity;  // tokens of a row of the table
   int32_t window_left, window_right;  // clipped to 2^30
   int32_t log2_block_size;  // -1: no power of two
