@@ -402,10 +402,9 @@ struct Softmax {
     sum[0] = sum[1] = 0.0f;
   }
 
-  // Raw scores -> weights, unrounded.
+  // The base for the raw scores of one more tile.
   template <int kCount>
-  __device__ void soften(float (&scores)[kCount], float factor) {
-    float offset[2];
+  __device__ void follow(const float (&scores)[kCount], float factor) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = fmaxf(scores[2 * r], scores[2 * r + 1]);
@@ -416,9 +415,16 @@ struct Softmax {
       const bool grown = (largest - base[r]) * factor > kSlack;  // not where both are -inf
       shrink[r] = grown ? fast_exp2((base[r] - largest) * factor) : 1.0f;
       base[r] = grown ? largest : base[r];
-      offset[r] = base[r] == -INFINITY ? 0.0f : base[r] * factor;
     }
     shrinks = __any_sync(kFullMask, shrink[0] != 1.0f || shrink[1] != 1.0f);
+  }
+
+  // Raw scores -> weights, unrounded.
+  template <int kCount>
+  __device__ void weigh(float (&scores)[kCount], float factor) {
+    float offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) offset[r] = base[r] == -INFINITY ? 0.0f : base[r] * factor;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] = fast_exp2(fmaf(scores[i], factor, -offset[i / 2 % 2]));
 #pragma unroll
@@ -470,13 +476,7 @@ class Consumer {
  private:
   // Named barriers: warpgroups issue products in turn, so that the softmax of one lies under the products of another.
   __device__ static int turn(int number) { return 1 + number; }
-  // Weights have no sign: that the barrier depends on them makes the compiler round them before, not in the turn.
-  __device__ void await_turn(const uint32_t (&weights)[S::kKeys / 16][4]) const {
-    uint32_t all = 0;
-#pragma unroll
-    for (int i = 0; i < S::kKeys / 4; ++i) all |= weights[i / 4][i % 4];
-    sync_named(turn(number_) + int(all >> 31), 2 * kGroupThreads);
-  }
+  __device__ void await_turn() const { sync_named(turn(number_) + signs_, 2 * kGroupThreads); }
   __device__ void pass_turn() const {
     arrive_named(turn(number_ + 1 == S::kConsumers ? 0 : number_ + 1), 2 * kGroupThreads);
   }
@@ -517,53 +517,53 @@ class Consumer {
       hide<S::kKeys>(scores, rows, first, mapped);
   }
 
-  // A tile's scores, once the product is done -> weights, unrounded.
-  __device__ void soften(float (&scores)[kScores], Softmax& softmax, const Rows& rows, int tile, float factor) {
+  // The scores of a tile, once the product is done: their stage is free, hidden ones are -inf, their base is known.
+  __device__ void examine(float (&scores)[kScores], Softmax& softmax, const Rows& rows, int tile, float factor) {
     pin(scores);
     const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[key_ring_.stage]);
     release(barriers_.key_empty(key_ring_.stage));
     key_ring_.advance();
     to_logits(scores, rows, tile, mapped);
-    softmax.soften(scores, factor);
+    softmax.follow(scores, factor);
   }
 
-  // Ends the product with the values of the tile before, and makes ready the next: weights rounded, sums rescaled if
-  // need be, values there. Callers have a loop (on a barrier) before this: without one between, the compiler lets the
-  // softmax wait for the product.
-  __device__ void prepare_values(float (&scores)[kScores], uint32_t (&weights)[S::kKeys / 16][4],
-                                 const Softmax& softmax, float (&out)[kOut], bool adding) {
-    pin(scores);
-    wait_for_products<0>();
-    pin(out);
-    if (adding) {
-      release(barriers_.value_empty(value_ring_.stage));
-      value_ring_.advance();
-    }
+  // Weights have no sign, but the compiler does not know: asking all lanes for one, and using the answer, makes it round
+  // them here, and not when this warpgroup has its turn.
+  __device__ void weigh(float (&scores)[kScores], uint32_t (&weights)[S::kKeys / 16][4], Softmax& softmax,
+                        float factor) {
+    softmax.weigh(scores, factor);
     round(scores, weights);
-    if (softmax.shrinks) {
+    uint32_t all = 0;
 #pragma unroll
-      for (int i = 0; i < kOut; ++i) out[i] *= softmax.shrink[i / 2 % 2];
-    }
-    pin(out);
-    wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
+    for (int i = 0; i < S::kKeys / 4; ++i) all |= weights[i / 4][i % 4];
+    signs_ = __any_sync(kFullMask, int32_t(all) < 0);
   }
 
-  // The scores of a tile, and O += P V of the tile before, whose unrounded weights are in `scores`. The softmax of the
-  // one lies under the product of the other.
-  __device__ void attend_tile(float (&scores)[kScores], float (&out)[kOut], Softmax& softmax, const Rows& rows,
-                              uint64_t queries, int tile, float factor, bool& adding) {
-    uint32_t weights[S::kKeys / 16][4];
+  // The scores of a tile, and O += P V of the tile before, whose weights are given; then the weights of this tile.
+  __device__ void attend_tile(float (&scores)[kScores], uint32_t (&weights)[S::kKeys / 16][4], float (&out)[kOut],
+                              Softmax& softmax, const Rows& rows, uint64_t queries, int tile, float factor) {
     wait(barriers_.key_full(key_ring_.stage), key_ring_.parity);
-    prepare_values(scores, weights, softmax, out, adding);
-    await_turn(weights);
+    wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
+    await_turn();
     begin_products();
     multiply_keys(scores, queries, key_ring_.stage);
     begin_products();
     multiply_values(out, weights, value_ring_.stage);
     pass_turn();
     wait_for_products<1>();
-    soften(scores, softmax, rows, tile, factor);
-    adding = true;
+    examine(scores, softmax, rows, tile, factor);
+    // A branch must lie between here and the second wait, which the compiler moves up as far as it can.
+    if (softmax.shrinks) {
+      wait_for_products<0>();
+      pin(out);
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) out[i] *= softmax.shrink[i / 2 % 2];
+    }
+    wait_for_products<0>();
+    pin(out);
+    release(barriers_.value_empty(value_ring_.stage));
+    value_ring_.advance();
+    weigh(scores, weights, softmax, factor);
   }
 
   // The layout of a product's result is that of the next product's operand.
@@ -580,6 +580,7 @@ class Consumer {
     const int first = first_tile<kHeadSize>(tile);
     int number = last_tile<kHeadSize>(tile);
     float scores[kScores], out[kOut];
+    uint32_t weights[S::kKeys / 16][4];
     Softmax softmax;
     softmax.begin();
 #pragma unroll
@@ -590,14 +591,14 @@ class Consumer {
     begin_products();
     multiply_keys(scores, queries, key_ring_.stage);
     wait_for_products<0>();
-    soften(scores, softmax, rows, number, factor);
-    bool adding = false;  // is a product with values under way?
-    --number;
+    examine(scores, softmax, rows, number, factor);
+    weigh(scores, weights, softmax, factor);
 #pragma unroll 1
-    for (; number >= first; --number) attend_tile(scores, out, softmax, rows, queries, number, factor, adding);
+    for (--number; number >= first; --number)
+      attend_tile(scores, weights, out, softmax, rows, queries, number, factor);
     release(barriers_.query_empty(query_stage));
-    uint32_t weights[S::kKeys / 16][4];
-    prepare_values(scores, weights, softmax, out, adding);
+    wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
+    pin(out);
     begin_products();
     multiply_values(out, weights, value_ring_.stage);
     softmax.finish();
@@ -658,6 +659,7 @@ class Consumer {
   Barriers<kHeadSize> barriers_;
   uint32_t queries_, keys_, values_;
   int number_;
+  int signs_ = 0;  // always: see weigh()
   Ring<S::kStages> key_ring_, value_ring_;
 };
 
