@@ -29,7 +29,7 @@ __device__ inline void arrive_expecting(uint32_t barrier, uint32_t bytes) {
 __device__ inline bool phase_ended(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
   asm volatile(
-      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, 10000000;\nselp.u32 %0, 1, 0, p;\n}"
       : "=r"(ended)
       : "r"(barrier), "r"(parity)
       : "memory");
