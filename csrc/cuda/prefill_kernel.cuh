@@ -406,11 +406,22 @@ struct Softmax {
   // The base for the raw scores of one more tile.
   template <int kCount>
   __device__ void follow(const float (&scores)[kCount], float factor) {
+    constexpr int kChains = 4;  // of dependent maxima, for each row: a chain's steps wait for each other
+    float chains[2][2 * kChains];
+#pragma unroll
+    for (int i = 0; i < 4 * kChains; ++i) chains[i / 2 % 2][i / 4 * 2 + i % 2] = scores[i];
+#pragma unroll
+    for (int i = 4 * kChains; i < kCount; ++i) {
+      float& chain = chains[i / 2 % 2][i / 4 % kChains * 2 + i % 2];
+      chain = fmaxf(chain, scores[i]);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float largest = fmaxf(scores[2 * r], scores[2 * r + 1]);
 #pragma unroll
-      for (int i = 4; i < kCount; i += 4) largest = fmaxf(largest, fmaxf(scores[i + 2 * r], scores[i + 2 * r + 1]));
+      for (int step = kChains; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < step; ++i) chains[r][i] = fmaxf(chains[r][i], chains[r][i + step]);
+      float largest = chains[r][0];
       largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, 2));
       const bool grown = (largest - base[r]) * factor > kSlack;  // not where both are -inf
@@ -567,8 +578,6 @@ class Consumer {
     multiply_keys(next, queries, key_ring_.stage);
     key_ring_.advance();
     finish_tile<1>(scores, weights, out, softmax, rows, tile, factor, adding);
-    wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
-    pin(out);
     begin_products();
     multiply_values(out, weights, value_ring_.stage);
     wait_for_products<1>();  // the next scores, begun long ago: the compiler follows no more across the loop's end
@@ -595,6 +604,7 @@ class Consumer {
       release(barriers_.value_empty(value_ring_.stage));
       value_ring_.advance();
     }
+    if constexpr (S::kAhead) wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
     weigh(scores, weights, softmax, factor);
   }
 
