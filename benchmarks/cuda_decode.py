@@ -96,3 +96,45 @@ def run(read_ceiling: float, q_lens: tuple[int, ...] = (1,), shapes: Any = SHAPE
                 }
             )
     return rows
+
+
+EIGHT_BIT_SHAPES = [((h, 8, 128), b, c, t) for h in (32, 64) for b, c, t in ((8, 8192, 0.70), (64, 8192, 0.90))]
+
+
+def scales_of(kind: str, pool: Pool, kv_heads: int) -> dict[str, Tensor]:
+    if kind == "head":
+        return {name: torch.rand(kv_heads, device="cuda") + 0.5 for name in ("key_scale", "value_scale")}
+    # [num_blocks, block_size, num_kv_heads], the slots of a (block, head) side by side
+    shape = (pool.num_blocks, kv_heads, pool.block_size)
+    return {name: (torch.rand(shape, device="cuda") + 0.5).transpose(1, 2) for name in ("key_scale", "value_scale")}
+
+
+def run_eight_bit(read_ceiling: float) -> list[dict[str, Any]]:
+    """8-bit caches under bfloat16 queries; the scales' own bytes are not counted as read."""
+    rows: list[dict[str, Any]] = []
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        for (heads, kv_heads, head_size), batch, context, target in EIGHT_BIT_SHAPES:
+            pool = Pool.random(6 << 30, kv_heads, head_size, BLOCK_SIZE, dtype)
+            query, lens, cu = batch_tensors(heads, head_size, batch, context, 1, torch.bfloat16)
+            for kind in ("head", "slot"):
+                scales = scales_of(kind, pool, kv_heads)
+                calls = [
+                    lambda table=table, scales=scales: attention(pool, query, table, lens, cu, 1, **scales)  # noqa: B023
+                    for table in tables(pool, batch, context)
+                ]
+                seconds = gpu_time(calls)
+                num_bytes = batch * context * kv_heads * head_size * 2
+                rows.append(
+                    {
+                        "op": f"paged_attention, {str(dtype).removeprefix('torch.')}, scale per {kind}",
+                        "heads": f"{heads}/{kv_heads}",
+                        "head_size": head_size,
+                        "batch": batch,
+                        "context": context,
+                        "us": seconds * 1e6,
+                        "GB/s": num_bytes / seconds * 1e-9,
+                        "share": num_bytes / seconds / read_ceiling,
+                        "target": target,
+                    }
+                )
+    return rows

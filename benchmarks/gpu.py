@@ -77,7 +77,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", nargs="*", default=["decode", "multi_query", "ops"])
+    parser.add_argument("--only", nargs="*", default=["decode", "multi_query", "eight_bit", "ops"])
     parser.add_argument("--peers", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -94,6 +94,8 @@ def main() -> None:
         results["decode"] = cuda_decode.run(read)
     if "multi_query" in arguments.only:
         results["multi_query"] = cuda_decode.run(read, (2, 4, 16), MULTI_QUERY_SHAPES)
+    if "eight_bit" in arguments.only:
+        results["eight_bit"] = cuda_decode.run_eight_bit(read)
     if "ops" in arguments.only:
         results["ops"] = cuda_ops.run()
     if arguments.peers:

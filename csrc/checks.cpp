@@ -46,9 +46,13 @@ Scale check_scale(const char* name, const OptionalTensor& tensor, const PoolShap
   const Argument scale(name, *tensor, per_slot ? access : Access::read);  // the other kinds are only read
   require_device(scale, device);
   require_float32(scale);
-  if (has_shape(scale, {}) || has_shape(scale, {{"", 1}})) return {scale.as<float>(), ScaleKind::per_tensor, 0, 0, 0};
+  if (has_shape(scale, {}) || has_shape(scale, {{"", 1}})) {
+    if (debug_mode()) check_scale_values(scale);
+    return {scale.as<float>(), ScaleKind::per_tensor, 0, 0, 0};
+  }
   if (has_shape(scale, {{"", pool.num_kv_heads}})) {
     require_contiguous(scale);
+    if (debug_mode()) check_scale_values(scale);
     return {scale.as<float>(), ScaleKind::per_head, 0, 0, 1};
   }
   if (!has_shape(scale, {{"", pool.num_blocks}, {"", pool.block_size}, {"", pool.num_kv_heads}})) {
@@ -60,6 +64,14 @@ Scale check_scale(const char* name, const OptionalTensor& tensor, const PoolShap
   }
   if (access == Access::write) require_no_overlap(scale);
   return {scale.as<float>(), ScaleKind::per_slot, scale.strides[0], scale.strides[1], scale.strides[2]};
+}
+
+// Scales that are read where a row of the table has a token; for debug mode, after the table.
+void check_read_scales(const OptionalTensor& key_scale, const OptionalTensor& value_scale, const Argument& block_table,
+                       const Argument& seq_lens) {
+  if (key_scale && key_scale->dim() == 3) check_slot_scales(Argument("key_scale", *key_scale), block_table, seq_lens);
+  if (value_scale && value_scale->dim() == 3)
+    check_slot_scales(Argument("value_scale", *value_scale), block_table, seq_lens);
 }
 
 Cache cache_of(const Argument& cache, const Scale& scale) {
@@ -397,6 +409,7 @@ AttentionParams check_paged_attention(const Tensor& query, const Tensor& key_cac
   params.query_head_stride = queries.strides[1];
   params.key_cache = cache_of(k_cache, check_scale("key_scale", key_scale, pool, device));
   params.value_cache = cache_of(v_cache, check_scale("value_scale", value_scale, pool, device));
+  if (debug_mode()) check_read_scales(key_scale, value_scale, table, lengths);
   params.block_table = table.as<int32_t>();
   params.block_table_stride = table.strides[0];
   params.seq_lens = lengths.as<int32_t>();
@@ -532,6 +545,7 @@ GatherParams check_gather_blocks(const Tensor& key_cache, const Tensor& value_ca
   GatherParams params{};
   params.key_cache = cache_of(k_cache, check_scale("key_scale", key_scale, pool, device));
   params.value_cache = cache_of(v_cache, check_scale("value_scale", value_scale, pool, device));
+  if (debug_mode()) check_read_scales(key_scale, value_scale, table, lengths);
   params.block_table = table.as<int32_t>();
   params.block_table_stride = table.strides[0];
   params.seq_lens = lengths.as<int32_t>();

@@ -1,5 +1,6 @@
 #include "contents.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <unordered_set>
@@ -76,6 +77,49 @@ void check_block_mapping(const Argument& block_mapping, int64_t source_blocks, i
     const int64_t destination = pairs(pair, 1);
     if (pairs(pair, 0) >= 0 && destination >= 0 && !written.insert(destination).second)
       fail(block_mapping.full_name(), "hold each destination once", text(destination) + " again at row " + text(pair));
+  }
+}
+
+namespace {
+
+bool is_scale(float value) { return std::isfinite(value) && value > 0; }
+
+// A float tensor on the host, dense: in place or a copy.
+Tensor dense_on_host(const Argument& argument) {
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  const Tensor& tensor = *argument.tensor;
+  return torch::stable::contiguous(argument.device.is_cpu() ? tensor : torch::stable::to(tensor, cpu));
+}
+
+}  // namespace
+
+void check_scale_values(const Argument& scale) {
+  const Tensor host = dense_on_host(scale);
+  const float* values = host.const_data_ptr<float>();
+  for (int64_t head = 0; head < scale.numel(); ++head) {
+    if (!is_scale(values[head]))
+      fail(scale.full_name(), "be finite and above 0", text(static_cast<double>(values[head])) + " at " + text(head));
+  }
+}
+
+void check_slot_scales(const Argument& scale, const Argument& block_table, const Argument& seq_lens) {
+  const Tensor host = dense_on_host(scale);
+  const float* values = host.const_data_ptr<float>();
+  const HostView<int32_t> table(block_table);
+  const HostView<int32_t> lengths(seq_lens);
+  const int64_t block_size = scale.sizes[1], num_kv_heads = scale.sizes[2];
+  for (int64_t row = 0; row < lengths.size(); ++row) {
+    for (int64_t position = 0; position < lengths[row]; ++position) {
+      const int64_t block = table(row, position / block_size);
+      if (block < 0) continue;
+      const float* heads = values + (block * block_size + position % block_size) * num_kv_heads;
+      for (int64_t head = 0; head < num_kv_heads; ++head) {
+        if (!is_scale(heads[head]))
+          fail(scale.full_name(), "be finite and above 0 where a token is",
+               text(static_cast<double>(heads[head])) + " at row " + text(row) + ", position " + text(position) +
+                   ", head " + text(head));
+      }
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// Checks of what index tensors hold: always for the allocator's small tensors on the CPU, where a look costs nothing, and
+// Checks of what index tensors and scales hold: always for the allocator's small tensors on the CPU, where a look costs nothing, and
 // for every index tensor with PAGED_KV_DEBUG=1. Messages name row and column.
 #pragma once
 
@@ -49,6 +49,12 @@ void check_block_mapping(const Argument& block_mapping, int64_t source_blocks, i
 
 // The used columns of a block table [num_seqs, max_blocks]; -1 is an unmapped block, which a window may leave behind.
 void check_table(const Argument& block_table, const Argument& seq_lens, int64_t block_size, int64_t num_blocks);
+
+// A number or one per head, to divide by and to multiply with: finite and above 0.
+void check_scale_values(const Argument& scale);
+
+// Of scales per slot [num_blocks, block_size, num_kv_heads] those of the slots that hold a token of a row.
+void check_slot_scales(const Argument& scale, const Argument& block_table, const Argument& seq_lens);
 
 // The allocator's table [num_groups, num_seqs, max_blocks] whole, and that every block in it is counted.
 void check_counts(const Argument& block_table, const Argument& ref_counts);

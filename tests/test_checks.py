@@ -389,6 +389,25 @@ SPAN_DEBUG_CASES = [
     (to(cu_seqlens_q=int32(0, 1, 4)), "cu_seqlens_q must hold values in 0 .. 3, got 4 at index 2"),
     (to(max_seqlen_q=1), "max_seqlen_q must be at least the query length 2 of row 1, got 1"),
 ]
+NAN_SLOT = torch.ones(5, 4, 2)
+NAN_SLOT[2, 0, 1] = NAN  # position 4 of row 1
+NAN_SLOT[1, 3, 0] = -0.0
+SCALE_DEBUG_CASES = [
+    (to(key_scale=torch.tensor([1.0, NAN])), "key_scale must be finite and above 0, got nan at 1"),
+    (to(value_scale=torch.tensor([0.0])), "value_scale must be finite and above 0, got 0 at 0"),
+    (to(value_scale=torch.tensor(INF)), "value_scale must be finite and above 0, got inf at 0"),
+]
+SLOT_SCALE_DEBUG_CASES = [
+    *SCALE_DEBUG_CASES,
+    (
+        to(value_scale=NAN_SLOT),
+        "value_scale must be finite and above 0 where a token is, got -0 at row 1, position 3, head 0",
+    ),
+    (
+        to(key_scale=NAN_SLOT.abs().clamp(min=0.5)),
+        "key_scale must be finite and above 0 where a token is, got nan at row 1, position 4, head 1",
+    ),
+]
 STATE_DEBUG_CASES = [
     (
         to(block_table=int32([0, -1, -1], [1, 5, -1])),
@@ -407,9 +426,10 @@ DEBUG_CASES: dict[str, list[tuple[Change, str]]] = {
         (to(slot_mapping=int64(0, 20, 1)), "slot_mapping must hold values in -1 .. 19, got 20 at token 1"),
         (to(slot_mapping=int64(0, -2, 1)), "slot_mapping must hold values in -1 .. 19, got -2 at token 1"),
         (to(slot_mapping=int64(7, -1, 7)), "slot_mapping must hold each slot once, got 7 again at token 2"),
+        *SCALE_DEBUG_CASES,
     ],
-    "paged_attention": [*TABLE_DEBUG_CASES, *SPAN_DEBUG_CASES],
-    "paged_attention_with_lse": [*TABLE_DEBUG_CASES, *SPAN_DEBUG_CASES],
+    "paged_attention": [*TABLE_DEBUG_CASES, *SPAN_DEBUG_CASES, *SLOT_SCALE_DEBUG_CASES],
+    "paged_attention_with_lse": [*TABLE_DEBUG_CASES, *SPAN_DEBUG_CASES, *SLOT_SCALE_DEBUG_CASES],
     "copy_blocks": PAIR_DEBUG_CASES,
     "swap_blocks": [
         *PAIR_DEBUG_CASES,
@@ -418,7 +438,7 @@ DEBUG_CASES: dict[str, list[tuple[Change, str]]] = {
             "block_mapping must hold blocks in -1 .. 6, got 7 at row 0, column 1",
         ),
     ],
-    "gather_blocks": TABLE_DEBUG_CASES,
+    "gather_blocks": [*TABLE_DEBUG_CASES, *SLOT_SCALE_DEBUG_CASES],
 }
 
 

@@ -79,20 +79,18 @@ def test_one_graph_for_growing_lengths(family: str, lengths: list[int]) -> None:
 
 
 def test_nothing_of_a_caches_size_is_copied() -> None:
-    """Inductor re-uses the pool in place: a compiled step allocates far less than one layer's share of the pool."""
+    """Inductor re-uses pool and tables in place: a compiled step allocates less than a byte for each block."""
     model, batch = models.tiny("llama"), models.prompts([models.PROMPT])
     step: Any = torch.compile(model.forward, fullgraph=True)
     cache = PagedKVCache(model.config, block_size=16, num_blocks=10_000)
     tokens = decode(model, step, cache, batch, 6)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-    lane_bytes = cache.stats()["bytes_total"] // model.config.num_hidden_layers
-    assert lane_bytes > 10 << 20
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         decode_step(step, cache, tokens[:, -1:], torch.tensor([[models.PROMPT + 5]]), models.PROMPT + 5)
     events: Any = profiled.events()
     largest = max(abs(event.self_cpu_memory_usage) for event in events)
-    assert 0 < largest < lane_bytes // 10
+    assert 0 < largest < cache.pool.num_blocks  # bytes: not even the tables are copied, which follow the capacity
     expected = models.generate(model, batch, models.dynamic().new(model), max_new_tokens=6).tokens[0]
     assert torch.equal(tokens, expected[:, models.PROMPT :])
 
@@ -168,3 +166,53 @@ def test_the_host_raises_before_a_compiled_step_runs_out() -> None:
     cache.check()
     cache.reset()
     assert cache.pool.num_free == 5
+
+
+def test_layers_compute_nothing_of_the_step_again() -> None:
+    """What the layers share comes from the first of them, or from buffers: a layer's share of the graph makes no index.
+
+    Inductor computes an arange anew for each op that reads it, on a GPU in a kernel of its own.
+    """
+    model, batch, graphs = models.tiny("llama"), models.prompts([models.PROMPT, 5]), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step: Any = torch.compile(model.forward, fullgraph=True, backend=backend)
+    cache = PagedKVCache(model.config, block_size=4, num_blocks=120)
+    decode(model, step, cache, batch, 3)
+    attentions = [node for node in graphs[0].graph.nodes if "paged_attention" in str(node.target)]
+    assert len(attentions) == model.config.num_hidden_layers
+    assert {node.args[5].op for node in attentions} == {"placeholder"}  # cu_seqlens_q
+    assert len({node.args[3:6] for node in attentions}) == 1  # table, lengths and spans of all layers
+
+
+def test_one_graph_for_lengths_1_to_2048_and_after_reorders() -> None:
+    """Three rows, fed token by token; beams change places on the way, also twice from one row, and between blocks."""
+    model, length = models.tiny("llama"), 2048
+    history = torch.randint(3, models.VOCAB - 1, (3, length), generator=torch.Generator().manual_seed(1))
+    reorders = {2: [1, 2, 0], 15: [0, 0, 2], 16: [2, 1, 1], 700: [1, 0, 2], 1025: [2, 0, 1]}
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step: Any = torch.compile(model.forward, fullgraph=True, backend=backend)
+    cache = PagedKVCache(model.config, num_tokens=3 * (length + 16))
+    model(history[:, :1], past_key_values=cache)
+    for seen in range(1, length):
+        if seen in reorders:
+            order = torch.tensor(reorders[seen])
+            cache.reorder_cache(order)
+            history[:, :seen] = history[order, :seen]
+        position = torch.full((3, 1), seen)
+        logits = decode_step(step, cache, history[:, seen : seen + 1], position, seen)
+        if seen in {1, 2, 3, 15, 16, 17, 31, 32, 255, 256, 701, 1024, 1026, length - 1}:
+            expected = model(history[:, : seen + 1]).logits[:, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+    assert not counters["graph_break"]
+    assert cache.seq_lens() == [length] * 3
+    cache.check()

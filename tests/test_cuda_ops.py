@@ -288,3 +288,46 @@ def test_deterministic_does_not_depend_on_neighbours(q_len: int) -> None:
     for row in range(4):
         begin, end = case.cu_seqlens_q[row : row + 2].tolist()
         assert torch.equal(case.row(row).run(), out[begin:end]), f"row {row}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8-bit caches on the tensor cores
+
+
+def eight_bit_pool(dtype: torch.dtype, num_blocks: int, kv_heads: int, head_size: int) -> Tensor:
+    values = torch.randn(num_blocks, kv_heads, BLOCK_SIZE * 2 * head_size, device="cuda")
+    return (values * 40).round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale_kind", ["none", "tensor", "head", "slot", "tiny slot", "huge slot"])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+def test_eight_bit_caches(cache_dtype: torch.dtype, query_dtype: torch.dtype, scale_kind: str, head_size: int) -> None:
+    """Ragged rows, one token and several; what a slot does not hold, or nobody sees, is NaN where the dtype has one."""
+    heads, kv_heads, lens, q_lens, max_blocks = 8, 2, [700, 17, 1, 333], [1, 3, 1, 2], 48
+    num_blocks = len(lens) * max_blocks
+    storage = eight_bit_pool(cache_dtype, num_blocks, kv_heads, head_size)
+    table = torch.randperm(num_blocks).view(len(lens), max_blocks).to("cuda", torch.int32)
+    if cache_dtype != torch.int8:
+        used = torch.zeros(num_blocks, BLOCK_SIZE, dtype=torch.bool, device="cuda")
+        for row, length in zip(table.tolist(), lens, strict=True):
+            for position in range(length):
+                used[row[position // BLOCK_SIZE], position % BLOCK_SIZE] = True
+        slots = storage.view(torch.uint8).view(num_blocks, kv_heads, 2, BLOCK_SIZE, head_size)
+        slots.masked_fill_(~used[:, None, None, :, None], 0x7F)
+    key_cache, value_cache = fused_views(storage, BLOCK_SIZE, head_size)
+    unit = 1 / 40 if cache_dtype == torch.int8 else 1.0
+    shape = {"none": None, "tensor": (1,), "head": (kv_heads,)}.get(scale_kind, (num_blocks, BLOCK_SIZE, kv_heads))
+    size = {"tiny slot": 1e-7, "huge slot": 1e4}.get(scale_kind, 1.0)
+    key_scale = None if shape is None else (torch.rand(shape, device="cuda") + 0.1) * unit
+    value_scale = None if shape is None else (torch.rand(shape, device="cuda") + 0.1) * unit * size
+    query = (torch.randn(sum(q_lens), heads, head_size, device="cuda") * (0.05 if shape is None else 1)).to(query_dtype)
+    arguments = (query, key_cache, value_cache, table, int32(lens, "cuda"), prefix_sum(q_lens, "cuda"), max(q_lens))
+    options = {"scale": head_size**-0.5, "key_scale": key_scale, "value_scale": value_scale}
+    out, lse = ops.paged_attention_with_lse(*arguments, **options)
+    exact, exact_lse = reference.attention_in(torch.float64, *arguments, **options)
+    # One rounding of the result, and half of it for the float16 the weights are held in.
+    allowed = 1.5 * torch.finfo(query_dtype).eps / 2
+    assert (out.double() - exact).norm() <= allowed * exact.norm()
+    torch.testing.assert_close(lse.double(), exact_lse, atol=2e-5, rtol=1e-5)

@@ -72,12 +72,12 @@ LAYERS = [
     ["_library", "errors"],
     ["reference"],
     ["ops"],
-    ["pool", "layout", "lengths", "step"],
-    ["storage"],
+    ["pool", "layout", "lengths", "scales", "step"],
+    ["storage", "sizing"],
     ["cache"],
     ["prefix", "offload", "stats"],
     ["integrations"],
-    ["_models", "demo", "__main__"],
+    ["_models", "_texts", "demo", "quality", "__main__"],
 ]
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
 
 import torch_paged_kv
 from torch_paged_kv import PagedKVCache
@@ -101,6 +101,41 @@ def test_config_and_ordinary_forwards_stay_as_they_were() -> None:
         fail_in_a_block()
     assert unchanged()
     assert set(vars(model)) == attributes
+
+
+class Fail(LogitsProcessor):
+    """Ends a generate after its third token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`input_ids` [rows, length]."""
+        if input_ids.shape[1] >= 9 + 3:
+            raise ZeroDivisionError
+        return scores
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gpt2"])
+def test_logits_are_bit_equal_whatever_happened_under_a_patch(family: str) -> None:
+    """Before, patched, after a generate, after one that failed, unpatched: the same bits, and the same config."""
+    model, batch = models.tiny(family), models.prompts([9, 5])
+    config, logits = copy.deepcopy(model.config.to_dict()), model(**batch).logits
+    attributes, cached = set(vars(model)), model(**batch, past_key_values=DynamicCache(config=model.config)).logits
+
+    def check() -> None:
+        assert torch.equal(model(**batch).logits, logits)
+        assert torch.equal(model(**batch, past_key_values=DynamicCache(config=model.config)).logits, cached)
+        assert model.config.to_dict() == config
+
+    torch_paged_kv.patch(model, block_size=4)
+    check()
+    model.generate(**batch, **SETTINGS)
+    check()
+    with pytest.raises(ZeroDivisionError):
+        model.generate(**batch, **SETTINGS, logits_processor=LogitsProcessorList([Fail()]))
+    check()
+    torch_paged_kv.unpatch(model)
+    check()
+    assert set(vars(model)) == attributes
+    assert type(cache_of(model)) is DynamicCache
 
 
 def test_blocks_of_with_statements_nest() -> None:

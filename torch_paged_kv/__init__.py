@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from . import ops, reference
 from .errors import OutOfBlocksError
 from .pool import BlockPool
+from .scales import StaticScales
 
 if TYPE_CHECKING:
+    from .integrations.calibration import calibrate
     from .integrations.patching import paged, patch, unpatch
     from .integrations.transformers import PagedKVCache
 
@@ -19,7 +21,9 @@ __all__ = [
     "BlockPool",
     "OutOfBlocksError",
     "PagedKVCache",
+    "StaticScales",
     "__version__",
+    "calibrate",
     "ops",
     "paged",
     "patch",
@@ -28,16 +32,23 @@ __all__ = [
 ]
 
 
+_PLACES = {
+    "PagedKVCache": ".integrations.transformers",
+    "calibrate": ".integrations.calibration",
+    "paged": ".integrations.patching",
+    "patch": ".integrations.patching",
+    "unpatch": ".integrations.patching",
+}
+
+
 def __getattr__(name: str) -> Any:
     """On first use, so that importing this package imports no Transformers.
 
     ``PagedKVCache`` is the one that Transformers' models take where Transformers is installed.
     """
-    if name not in ("PagedKVCache", "paged", "patch", "unpatch"):
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = ".integrations.patching"
-    if name == "PagedKVCache":
-        place = ".cache" if importlib.util.find_spec("transformers") is None else ".integrations.transformers"
-    module = importlib.import_module(place, __name__)
+    alone = name == "PagedKVCache" and importlib.util.find_spec("transformers") is None
+    module = importlib.import_module(".cache" if alone else _PLACES[name], __name__)
     globals()[name] = getattr(module, name)
     return globals()[name]

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from . import ops
 from .errors import OutOfBlocksError
-from .layout import LayerPlace, LayerShape, cache_views, place_layers
+from .layout import LayerPlace, LayerShape, LayerTensors, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
+from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, scale_views
+from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
 
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BIT_DTYPES)
 
 
 class PagedKVCache(nn.Module):
@@ -39,7 +41,10 @@ class PagedKVCache(nn.Module):
         num_tokens: size of the pool in tokens of one sequence.
         bytes: size of the pool in bytes.
         fraction: size of the pool as a share of the memory that is free at the first write.
-        dtype: of the stored keys and values (float32, float16, bfloat16). None: that of the first key.
+        dtype: of the stored keys and values (float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8). None: that
+            of the first key, or of ``pool``.
+        scales: of an 8-bit cache. "per_slot": made for every slot and head as it is stored; :class:`StaticScales`:
+            fixed ones; None: stored as it is, saturated (float8 alone). "auto" is "per_slot" for 8-bit dtypes.
         pool: the pool of another cache of the same model, to share its blocks.
 
     Keys and values come as ``[num_seqs, num_kv_heads, length, head_size]``, queries as ``[num_seqs, num_heads, length,
@@ -59,19 +64,26 @@ class PagedKVCache(nn.Module):
         bytes: int | None = None,
         fraction: float | None = None,
         dtype: torch.dtype | None = None,
+        scales: Scales = "auto",
         pool: KVPool | None = None,
     ) -> None:
         super().__init__()
         sizes = {"num_blocks": num_blocks, "num_tokens": num_tokens, "bytes": bytes, "fraction": fraction}
         self._size: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        _check_arguments(self._size, block_size, dtype, windows, pool)
+        _check_arguments(self._size, block_size, dtype, scales, windows, pool)
         self.block_size = block_size if pool is None else pool.block_size
-        self.dtype = dtype
+        self.dtype, self.scales = _kind(dtype, scales, pool)
+        self._layer_scales = None if self.scales is None else LayerScales(self.scales)
+        self._gathered_dtype: torch.dtype | None = None  # of an 8-bit cache: that of the first key
         self._pool = pool
         self._rows = None
         self._finalizer: weakref.finalize[Any, PagedKVCache] | None = None
         self._shapes: dict[int, LayerShape] = {}
-        self._views: dict[int, tuple[int, Tensor, Tensor]] = {}
+        self._lanes: dict[int, int] = {}  # of the pool, per layer
+        self._scale_lanes: dict[int, int] = {}  # ... of the scales of its slots, if each has its own
+        self._keys: dict[int, tuple[Any, ...]] = {}  # of its tensors in `_views`
+        self._spread = False  # over several devices
+        self._views: dict[Any, LayerTensors] = {} if pool is None else pool.views
         self._lengths = Lengths.of(0)
         self._progress = Progress()
         self._set_windows(windows)
@@ -167,6 +179,17 @@ class PagedKVCache(nn.Module):
             order = None if is_right_aligned(real) else right_align(real)
             progress.padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
 
+    def expect(self, positions: int | None) -> None:
+        """Say how many positions there will be in the end, so that a pool without a size grows to that at once.
+
+        Only a hint: fewer leave blocks unused, more make the pool grow further. What it asks for ahead of need is not
+        more than half of the memory that is free.
+
+        Args:
+            positions: of the padded batch, all so far included; None: nobody knows.
+        """
+        self._progress.expected = positions
+
     def announce(self, length: int) -> None:
         """The host's hook before a step that may run inside a compiled graph, where no Python runs.
 
@@ -209,18 +232,29 @@ class PagedKVCache(nn.Module):
             self._add_layer(layer, key, value)
         if layer == 0:
             self._begin_step(key)
-        step = self._progress.step
-        if step is None or (step.num_seqs, step.length) != (key.shape[0], key.shape[2]):
+        progress = self._progress
+        step, (num_seqs, _, length, _) = progress.step, key.shape
+        if step is None or step.num_seqs != num_seqs or step.length != length:
             raise ValueError(
-                f"key must belong to the step that layer 0 began, got [num_seqs={key.shape[0]}, "
-                f"length={key.shape[2]}] of layer {layer}"
+                f"key must belong to the step that layer 0 began, got [num_seqs={num_seqs}, length={length}] of layer "
+                f"{layer}"
             )
-        key_cache, value_cache = self.caches(layer)
+        # Looked up here first: it saves a call in every layer of every step.
+        tensors = self._views.get(self._keys[layer]) if step.eager else None
+        key_cache, value_cache, key_scale, value_scale = tensors = tensors or self._tensors(layer)
+        begun = step
+        if self._spread:
+            step = begun.on(key.device)
+        if length == 1:  # one view instead of two, in every layer of every decode step
+            key, value = key.squeeze(2), value.squeeze(2)
+        else:
+            key, value = _packed(key, step), _packed(value, step)
         slots = step.slot_mapping[self._places[layer].group]
-        ops.reshape_and_cache(_packed(key, step.order), _packed(value, step.order), key_cache, value_cache, slots)
-        step.written = layer
+        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
+        begun.written = step.written = layer
+        step.tensors = tensors
         if layer == len(self._places) - 1 and self._windows is not None:
-            self._progress.step = None  # every layer is written; a compiled graph would hand the tensors out
+            progress.step = None  # every layer is written; a compiled graph would hand the tensors out
         return step
 
     def attend(
@@ -255,9 +289,10 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        key_cache, value_cache = self.caches(layer)
+        tensors = step.tensors if layer == step.written else None
+        key_cache, value_cache, key_scale, value_scale = tensors or self._tensors(layer)
         out = ops.paged_attention(
-            _packed(query, step.order),
+            query.squeeze(2) if step.length == 1 else _packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -270,8 +305,12 @@ class PagedKVCache(nn.Module):
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            key_scale=key_scale,
+            value_scale=value_scale,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
+        if step.length == 1 and step.num_new is None:
+            return out.unsqueeze(1)
         out = out.view(step.num_seqs, step.length, *out.shape[1:])
         if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
             position = torch.arange(step.length, device=out.device)
@@ -282,29 +321,52 @@ class PagedKVCache(nn.Module):
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        pool, lane, shape = self.pool, self._places[layer].lane, self._shapes[layer]
+        return self._tensors(layer)[:2]
+
+    def _tensors(self, layer: int) -> LayerTensors:
         if torch.compiler.is_compiling():
-            return cache_views(pool.lane(lane), shape, self.block_size)
-        views = self._views.get(layer)
-        if views is None or views[0] != pool.generation:
-            views = (pool.generation, *cache_views(pool.lane(lane), shape, self.block_size))
-            self._views[layer] = views
-        return views[1], views[2]
+            return self._layer_views(layer)
+        key = self._keys[layer]
+        tensors = self._views.get(key)
+        if tensors is None:
+            self.move_in(layer)  # the layer may have been moved out
+            tensors = self._views[key] = self._layer_views(layer)
+        return tensors
+
+    def _layer_views(self, layer: int) -> LayerTensors:
+        pool, shape, scales = self.pool, self._shapes[layer], self._layer_scales
+        key_cache, value_cache = cache_views(pool.lane(self._lanes[layer]), shape, self.block_size)
+        if scales is None:
+            return key_cache, value_cache, None, None
+        if scales.static is not None:
+            return key_cache, value_cache, *scales.of(layer)
+        lane = pool.lane(self._scale_lanes[layer])
+        return key_cache, value_cache, *scale_views(lane, shape.num_kv_heads, self.block_size)
 
     def gather(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values as dense tensors over the padded positions.
 
         Returns:
-            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies. Padding, and what a
-            sliding window has released, is 0.
+            ``[num_seqs, num_kv_heads, seen, head_size]`` and ``[..., head_size_v]``: copies, of an 8-bit cache in the
+            dtype of the first key. Padding, and what a sliding window has released, is 0.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("gather has a data-dependent shape: call it outside of the compiled graph")
         rows, lengths = self._rows, self._mirror()
         if rows is None:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
-        table = rows.block_table[self._places[layer].group]
-        key, value = ops.gather_blocks(*self.caches(layer), table, rows.seq_lens, lengths.seen)
+        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
+        table = rows.block_table[self._places[layer].group].to(key_cache.device)
+        key, value = ops.gather_blocks(
+            key_cache,
+            value_cache,
+            table,
+            rows.seq_lens.to(key_cache.device),
+            lengths.seen,
+            dtype=self._gathered_dtype,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
         if lengths.gapless:
             return key, value
         back = torch.argsort(right_align(lengths.stored()), dim=1).to(key.device)[:, None, :, None]
@@ -334,7 +396,9 @@ class PagedKVCache(nn.Module):
     def fork(self) -> PagedKVCache:
         """A cache with the same sequences that shares every block; what either writes later is its own."""
         fork = self._blank()
-        fork._shapes = dict(self._shapes)
+        fork._shapes, fork._lanes, fork._spread = dict(self._shapes), dict(self._lanes), self._spread
+        fork._scale_lanes, fork._keys = dict(self._scale_lanes), dict(self._keys)
+        fork._layer_scales, fork._gathered_dtype = self._layer_scales, self._gathered_dtype
         fork._places = list(self._places)
         fork._lengths = self._mirror().copy()
         if self._rows is not None:
@@ -372,7 +436,25 @@ class PagedKVCache(nn.Module):
         self._pool = None
         self._lengths = Lengths.of(0)
         self._shapes.clear()
-        self._views.clear()
+        self._lanes.clear()
+        self._scale_lanes.clear()
+        self._spread = False
+        self._views = {}
+
+    def move_out(self, layer: int) -> None:
+        """Move a layer's keys and values to host memory; its next use moves them back, unless :meth:`move_in` has.
+
+        Its lane of the pool moves, free blocks included, and with it what other groups of layers keep there.
+        """
+        for lanes in (self._lanes, self._scale_lanes):
+            if layer in lanes:
+                self.pool.move_out(lanes[layer])
+
+    def move_in(self, layer: int) -> None:
+        """Move a layer's keys and values back to its device."""
+        for lanes in (self._lanes, self._scale_lanes):
+            if layer in lanes:
+                self.pool.move_in(lanes[layer])
 
     def is_written(self, layer: int) -> bool:
         """Whether a layer was ever written."""
@@ -398,7 +480,12 @@ class PagedKVCache(nn.Module):
         """An empty cache like this one, on the same pool."""
         pool = self._pool
         return PagedKVCache(
-            self._windows, block_size=self.block_size, dtype=self.dtype, pool=pool, **({} if pool else self._size)
+            self._windows,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            scales=self.scales,
+            pool=pool,
+            **({} if pool else self._size),
         )
 
     def _set_windows(self, windows: Sequence[int | None] | None) -> None:
@@ -462,18 +549,31 @@ class PagedKVCache(nn.Module):
         place, shape = self._places[layer], LayerShape(key.shape[1], key.shape[3], value.shape[3])
         if self._pool is None:
             self._pool = self._new_pool(key, shape)
-        if self._pool.device != key.device:
-            raise ValueError(f"key must be on the device of the pool ({self._pool.device}), got {key.device}")
-        self._pool.ensure_lane(place.lane, shape.elements(self.block_size), self.dtype or key.dtype)
+            self._views = self._pool.views
+        self._pool.adopt(self.scales)
+        dtype, scales = self.dtype or key.dtype, self._layer_scales
+        ensure_lane = self._pool.ensure_lane
+        self._lanes[layer] = ensure_lane(place.lane, shape.elements(self.block_size), dtype, key.device)
+        if scales is not None:
+            scales.add_layer(layer, shape, key.device)
+            if scales.static is None:
+                elements = scales.elements(shape, self.block_size)
+                self._scale_lanes[layer] = ensure_lane(~place.lane, elements, torch.float32, key.device)
+        self._gathered_dtype = key.dtype if dtype in EIGHT_BIT_DTYPES else None
+        # Layers of like shape that share a lane share its views, but not the scales that are fixed for each.
+        fixed = scales is not None and scales.static is not None
+        self._keys[layer] = (self._lanes[layer], shape, layer if fixed else None)
         self._shapes[layer] = shape
+        self._spread |= self._pool.device != key.device
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)
-        if not self._size:
-            columns = -(-key.shape[2] // self.block_size) + 1
-            return KVPool(key.shape[0] * num_groups * columns, self.block_size, key.device, growable=True)
+        if not self._size:  # as small as can be: the step that begins now makes room for itself
+            return KVPool(1, self.block_size, key.device, growable=True)
         num_lanes = max(place.lane for place in self._places) + 1
         block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
+        if self._layer_scales is not None:
+            block_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize * num_lanes
         num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
         if "num_tokens" in self._size:
             num_blocks *= num_groups  # a sequence takes blocks in every group
@@ -494,7 +594,7 @@ class PagedKVCache(nn.Module):
         rows, pool = self._rows, self.pool
         assert rows is not None
         releasing = not progress.keeping_past or progress.cropped
-        cu_seqlens_q = torch.arange(0, (num_seqs + 1) * length, length, dtype=torch.int32, device=key.device)
+        cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
             rows.block_table,
             rows.seq_lens,
@@ -506,7 +606,7 @@ class PagedKVCache(nn.Module):
         if not enough:
             pool.raise_if_exhausted()
         if compiling or pool.shared:
-            ops.copy_blocks(pool.lanes(), [], block_mapping)
+            pool.copy_blocks(block_mapping)
         rows.seen.add_(length)
         if not compiling:
             progress.cropped = False
@@ -520,6 +620,7 @@ class PagedKVCache(nn.Module):
             cu_seqlens_q,
             None if padding is None else padding.num_new,
             None if padding is None else padding.order,
+            not compiling,
         )
 
     def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
@@ -539,7 +640,35 @@ class PagedKVCache(nn.Module):
         width = rows.block_table.shape[2]
         if widest > width:
             rows.widen(max(widest, 2 * width))
-        return pool.make_room(wanted * len(self._group_windows))
+        wanted *= len(self._group_windows)
+        enough = pool.has_room(wanted)
+        if not enough and pool.growable:
+            pool.grow(pool.num_blocks + self._blocks_to_add(wanted, counts, length))
+            enough = True
+        pool.take(wanted)
+        return enough
+
+    def _blocks_to_add(self, wanted: int, counts: Sequence[int], length: int) -> int:
+        """Blocks by which the pool grows for a step that finds fewer free than it may want.
+
+        Args:
+            wanted: blocks of the step.
+            counts: tokens of the step, per row.
+            length: positions of the step.
+        """
+        pool, lengths, expected = self.pool, self._mirror(), self._progress.expected
+        lacking = wanted - pool.free_bound
+        later = -1 if expected is None else expected - lengths.seen - length
+        if later < 0:
+            first = (
+                len(counts) * len(self._group_windows) if pool.num_blocks == 1 else 0
+            )  # the coming block of each row
+            return max(lacking + first, growth(pool.num_blocks))
+        windows, size = self._group_windows, self.block_size
+        ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
+        num_lanes = max(place.lane for place in self._places) + 1  # of which the first layer's are there
+        block_bytes = pool.block_bytes * num_lanes // (len(set(self._lanes.values())) or 1)
+        return max(lacking, min(ahead, affordable_blocks(pool.device, block_bytes)))
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()
@@ -572,17 +701,25 @@ class PagedKVCache(nn.Module):
         return mask.gather(3, columns[:, None, None, :].expand(mask.shape))
 
 
-def _packed(states: Tensor, order: Tensor | None) -> Tensor:
+def _packed(states: Tensor, step: Step) -> Tensor:
     """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
-    if order is not None:
-        states = states.gather(2, order[:, None, :, None].expand(states.shape))
+    if step.order is not None:
+        states = states.gather(2, step.order[:, None, :, None].expand(states.shape))
     return states.transpose(1, 2).flatten(0, 1)
+
+
+def _kind(dtype: torch.dtype | None, scales: Scales, pool: KVPool | None) -> tuple[torch.dtype | None, Scales]:
+    """Dtype and scales of a cache; left open, they are those of its pool."""
+    if dtype is None and scales == "auto" and pool is not None and pool.num_lanes > 0:
+        return pool.lane(0).dtype, pool.scales
+    return dtype, choose_scales(dtype, scales)
 
 
 def _check_arguments(
     size: dict[str, Any],
     block_size: int,
     dtype: torch.dtype | None,
+    scales: Scales,
     windows: Sequence[int | None] | None,
     pool: KVPool | None,
 ) -> None:
@@ -597,6 +734,8 @@ def _check_arguments(
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if dtype is not None and dtype not in CACHE_DTYPES:
         raise ValueError(f"dtype must be one of {CACHE_DTYPES}, got {dtype}")
+    if isinstance(scales, StaticScales) and windows is not None and scales.num_layers != len(windows):
+        raise ValueError(f"scales must have a scale for each of {len(windows)} layers, got {scales.num_layers}")
     for window in windows or ():
         if window is not None and window < 1:
             raise ValueError(f"windows must be positive or None, got {window}")

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 MAX_GROUPS = 16
+
+
+# A layer's key cache, value cache, and their scales, as the ops take them.
+LayerTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,7 @@ class LayerPlace:
     window: int | None  # keys a query sees, itself included; None = all
 
 
-@dataclass(frozen=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """Sizes of one layer's key and value rows."""
 
     num_kv_heads: int

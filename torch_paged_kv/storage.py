@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import ops
+from .layout import LayerTensors
 from .pool import BlockPool
-
-GROWTH = 1.5  # a pool without a given size grows by this factor
+from .scales import Scales
 
 
 class KVPool(BlockPool):
-    """A :class:`BlockPool` with the memory of its blocks: one *lane* of storage per layer of a group.
+    """A :class:`BlockPool` with the memory of its blocks: one *lane* of storage per layer of a group (and device).
 
     Caches of the same model may share one (chat turns, forks): they hold rows, the pool holds blocks.
 
     Args:
         num_blocks: blocks to begin with.
         block_size: tokens in a block.
-        device: of every lane and of the allocator's state.
-        growable: whether :meth:`make_room` may add blocks.
+        device: of the allocator's state. Lanes are where their layers are.
+        growable: whether caches may :meth:`grow` it.
 
     Buffers: ``lane_<i> [num_blocks, elements]`` beside those of :class:`BlockPool`.
     """
@@ -30,7 +32,9 @@ class KVPool(BlockPool):
         super().__init__(num_blocks, block_size, device)
         self.growable = growable
         self.num_lanes = 0
-        self.generation = 0  # changes when lanes move in memory
+        self._placed: dict[tuple[int, torch.device], int] = {}  # index of the storage of a lane on a device
+        self.views: dict[Any, LayerTensors] = {}  # of lanes, for eager code; emptied when a lane moves
+        self.scales: Scales = None  # of every cache that shares the pool; the first one tells
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
         self.bound_stale = False
@@ -45,27 +49,63 @@ class KVPool(BlockPool):
         """All lanes, for ops that move whole blocks."""
         return [self.lane(index) for index in range(self.num_lanes)]
 
+    def copy_blocks(self, block_mapping: Tensor) -> None:
+        """Copy blocks in every lane: pairs (source, destination) int64 ``[num_pairs, 2]``, -1 for none."""
+        lanes: dict[torch.device, list[Tensor]] = {}
+        for lane in self.lanes():
+            lanes.setdefault(lane.device, []).append(lane)
+        for device, there in lanes.items():
+            ops.copy_blocks(there[:1], there[1:], block_mapping.to(device))  # AOTInductor passes no list that is empty
+
+    def adopt(self, scales: Scales) -> None:
+        """Take a cache whose blocks are scaled by ``scales``; all caches of a pool read each other's blocks.
+
+        Raises:
+            ValueError: another cache's blocks are scaled otherwise.
+        """
+        if self.num_lanes == 0:
+            self.scales = scales
+        elif self.scales != scales:
+            raise ValueError(
+                f"scales must be {self.scales!r} like those of the caches that share the pool, got {scales!r}"
+            )
+
     @torch.inference_mode(False)  # memory made in inference mode serves outside of it too
-    def ensure_lane(self, index: int, elements: int, dtype: torch.dtype) -> None:
-        """Make lane ``index`` exist with at least ``elements`` elements a block."""
-        while self.num_lanes <= index:
-            self._set_lane(self.num_lanes, torch.empty(self.num_blocks, 0, dtype=dtype, device=self.device))
+    def ensure_lane(self, lane: int, elements: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Index of the storage of a lane's layers on ``device``, made with at least ``elements`` elements a block."""
+        if (lane, device) not in self._placed:
+            self._set_lane(self.num_lanes, torch.empty(self.num_blocks, elements, dtype=dtype, device=device))
+            self._placed[lane, device] = self.num_lanes
             self.num_lanes += 1
+        index = self._placed[lane, device]
+        storage = self.lane(index)
+        if storage.dtype != dtype:
+            raise ValueError(f"key must be {storage.dtype} like the layers that share its lane, got {dtype}")
+        if storage.shape[1] < elements:
+            self._set_lane(index, _resized(storage, self.num_blocks, elements))
+        return index
+
+    def move_out(self, index: int) -> None:
+        """Move a lane to host memory, pinned and asynchronously from an accelerator."""
+        self._move(index, torch.device("cpu"))
+
+    def move_in(self, index: int) -> None:
+        """Move a lane back to the device of its layers."""
+        self._move(index, next(device for (_, device), placed in self._placed.items() if placed == index))
+
+    @torch.inference_mode(False)
+    def _move(self, index: int, device: torch.device) -> None:
         lane = self.lane(index)
-        if lane.shape[1] == 0:
-            self._set_lane(index, torch.empty(self.num_blocks, elements, dtype=dtype, device=self.device))
-        elif lane.dtype != dtype:
-            raise ValueError(f"key must be {lane.dtype} like the layers that share its lane, got {dtype}")
-        elif lane.shape[1] < elements:
-            self._set_lane(index, _resized(lane, self.num_blocks, elements))
+        if lane.device != device:
+            self._set_lane(index, lane.to(device, non_blocking=True))
 
     @torch.inference_mode(False)
     def grow(self, num_blocks: int) -> None:
         """Grow to ``num_blocks`` blocks, one lane at a time. Eager only: captured graphs hold the old memory."""
         added = num_blocks - self.num_blocks
-        super().grow(num_blocks)
-        for index, lane in enumerate(self.lanes()):
-            self._set_lane(index, _resized(lane, num_blocks, lane.shape[1]))
+        for index in range(self.num_lanes):  # the old memory of each is free before the next one moves
+            self._set_lane(index, _resized(self.lane(index), num_blocks))
+        super().grow(num_blocks)  # last: if memory runs out above, longer lanes do no harm
         self.free_bound += added
 
     def abandon(self, rows: Rows) -> None:
@@ -99,31 +139,28 @@ class KVPool(BlockPool):
         self.free_bound = max(0, self.free_bound - wanted)
         self.bound_stale = False
 
-    def make_room(self, wanted: int) -> bool:
-        """See to ``wanted`` free blocks where the pool may grow; False if they may be lacking."""
-        enough = self.has_room(wanted)
-        if not enough and self.growable:
-            self.grow(max(int(self.num_blocks * GROWTH), self.num_blocks + wanted - self.free_bound))
-            enough = True
-        self.take(wanted)
-        return enough
-
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all its lanes."""
         return sum(lane.shape[1] * lane.element_size() for lane in self.lanes())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVPool:
+        """Of ``to`` and its like: the buffers may become other tensors."""
+        self.views.clear()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _collect(self) -> None:
         while self._abandoned:
             self.free_rows(self._abandoned.pop())
 
     def _set_lane(self, index: int, lane: Tensor) -> None:
+        self.views.clear()  # else they would hold the old memory
         self.register_buffer(f"lane_{index}", lane, persistent=False)
-        self.generation += 1
 
 
-def _resized(lane: Tensor, num_blocks: int, elements: int) -> Tensor:
-    resized = lane.new_empty(num_blocks, elements)
+def _resized(lane: Tensor, num_blocks: int, elements: int | None = None) -> Tensor:
+    resized = lane.new_empty(num_blocks, elements or lane.shape[1])
     resized[: lane.shape[0], : lane.shape[1]] = lane
     return resized
 
@@ -133,13 +170,14 @@ class Rows(nn.Module):
 
     Buffers: ``block_table`` int32 ``[num_groups, num_seqs, max_blocks]``, ``seq_lens`` int32 ``[num_seqs]``, ``retain``
     int32 ``[num_groups]`` (tokens before a step that stay readable, -1 = all), ``seen`` int64 ``[]`` (positions of the
-    padded batch so far).
+    padded batch so far), ``starts`` int32 ``[num_seqs + 1]`` (0, 1, 2, ...: where rows of one token start).
     """
 
     block_table: Tensor
     seq_lens: Tensor
     retain: Tensor
     seen: Tensor
+    starts: Tensor
 
     def __init__(self, num_seqs: int, max_blocks: int, windows: Sequence[int | None], device: torch.device) -> None:
         super().__init__()
@@ -150,6 +188,7 @@ class Rows(nn.Module):
                 "seq_lens": torch.zeros(num_seqs, dtype=torch.int32, device=device),
                 "retain": torch.tensor(retain, dtype=torch.int32, device=device),
                 "seen": torch.zeros((), dtype=torch.int64, device=device),
+                "starts": torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
             }
         for name, tensor in state.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -158,6 +197,13 @@ class Rows(nn.Module):
     def num_seqs(self) -> int:
         """Sequences, whatever their length."""
         return self.seq_lens.shape[0]
+
+    def spans(self, length: int) -> Tensor:
+        """``cu_seqlens_q`` of rows of ``length`` tokens each: int32 ``[num_seqs + 1]``.
+
+        For a decode step it is a buffer: computed in a compiled graph, Inductor would compute it anew in every layer.
+        """
+        return self.starts if length == 1 else self.starts * length
 
     @torch.inference_mode(False)
     def widen(self, max_blocks: int) -> None:
@@ -173,7 +219,7 @@ class Rows(nn.Module):
         table = nn.functional.pad(self.block_table, (0, 0, 0, new), value=-1)
         seq_lens = nn.functional.pad(self.seq_lens, (0, new))
         pool.fork(table, seq_lens, source_rows, torch.arange(old, old + new, device=seq_lens.device))
-        rows = Rows(0, 0, [], self.seq_lens.device)
+        rows = Rows(new, 0, [], self.seq_lens.device)
         rows.block_table, rows.seq_lens = table[:, old:].contiguous(), seq_lens[old:].contiguous()
         rows.retain, rows.seen = self.retain.clone(), self.seen.clone()
         return rows

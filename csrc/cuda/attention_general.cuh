@@ -13,7 +13,7 @@ inline constexpr int kWarps = 4;
 inline constexpr int kThreads = kWarps * kWarp;
 
 struct Shared {
-  ScheduleMemory schedule;
+  ScheduleMemory<kThreads> schedule;
   RowState states[kWarps][kRows];
   // then: float queries[kRows][head_size rounded up to 8], float values[kWarps][kRows][row_stride]
 };
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads) attention(const __grid_constant__ At
     finish(a, s, shared.states, values);
     __syncthreads();
   }
-  zero_outside_spans(a);
+  zero_outside(a, schedule.owned_tokens());
 }
 
 }  // namespace paged_kv::cuda::general

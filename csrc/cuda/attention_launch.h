@@ -22,41 +22,18 @@ struct AttentionPlan {
 // What a thread block of the tensor-core kernel needs of shared memory besides its stages is less than this.
 inline constexpr int64_t kFixedSharedBytes = 16 * 1024;
 
-enum class Order { after_predecessor, beside_predecessor };
-
-// Launches a kernel. `beside_predecessor`: it comes up while its predecessor runs, if it was compiled to wait for it.
 template <void (*kKernel)(AttentionLaunch)>
 void launch_kernel(Order order, int grid, int threads, int64_t shared_bytes, const AttentionLaunch& launch,
                    cudaStream_t stream) {
-  struct Known {
-    bool asked = false, waits = false;
-    int64_t shared_bytes = 0;
-  };
-  static Known devices[64];  // of this kernel
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  Known& known = devices[device];
-  if (!known.asked || known.shared_bytes < shared_bytes) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
-    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
-          "paged_attention");
-    known = {true, attributes.ptxVersion >= 90, shared_bytes};
-  }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(grid));
-  config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = order == Order::beside_predecessor && known.waits ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kKernel, launch), "paged_attention");
+  launch_in_order<kKernel>(order, dim3(unsigned(grid)), dim3(unsigned(threads)), shared_bytes, launch, stream,
+                           "paged_attention");
 }
 
+// The tensor-core kernel, by the cache's dtype.
 void launch_mma_float16(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
 void launch_mma_bfloat16(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
+void launch_mma_float8_e4m3fn(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
+void launch_mma_float8_e5m2(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
+void launch_mma_int8(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream);
 
 }  // namespace paged_kv::cuda

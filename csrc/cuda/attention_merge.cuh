@@ -16,8 +16,8 @@ struct Partial {
 };
 
 // Merges partial results at once: no step waits for another, since these run when nothing else is left to do. Parts
-// that have seen no key have a maximum of -inf and zeros.
-template <int kCount>
+// that have seen no key have a maximum of -inf and zeros. kFast: good for 16-bit results.
+template <bool kFast = false, int kCount>
 __device__ Partial combine(const Partial (&parts)[kCount]) {
   Partial merged;
 #pragma unroll
@@ -25,7 +25,7 @@ __device__ Partial combine(const Partial (&parts)[kCount]) {
   const float base = merged.state.maximum == -INFINITY ? 0.0f : merged.state.maximum;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float weight = expf(parts[i].state.maximum - base);
+    const float weight = kFast ? __expf(parts[i].state.maximum - base) : expf(parts[i].state.maximum - base);
     merged.state.sum = fmaf(parts[i].state.sum, weight, merged.state.sum);
     merged.values.x = fmaf(parts[i].values.x, weight, merged.values.x);
     merged.values.y = fmaf(parts[i].values.y, weight, merged.values.y);
@@ -92,18 +92,20 @@ __device__ void put(const AttentionLaunch& a, const Segment& s, int32_t row, int
   *reinterpret_cast<float4*>(slot_values<kRows>(a.workspace, s.slot, row) + dim) = result.values;
 }
 
-// Tokens that belong to no sequence give zeros.
-__device__ __noinline__ inline void zero_outside_spans(const AttentionLaunch& a) {
-  const int32_t begin = a.num_seqs ? max(0, min(a.cu_seqlens_q[0], a.num_tokens)) : a.num_tokens;
-  const int32_t end = a.num_seqs ? max(begin, min(a.cu_seqlens_q[a.num_seqs], a.num_tokens)) : a.num_tokens;
-  const int64_t heads = a.params.num_heads, outside = begin + a.num_tokens - end;
+// Tokens that belong to no sequence give zeros: those before and after the `owned` ones.
+__device__ __noinline__ inline void zero_tokens(const AttentionLaunch& a, KeyRange owned) {
+  const int64_t heads = a.params.num_heads, outside = owned.begin + a.num_tokens - owned.end;
 #pragma unroll 1
   for (int64_t i = blockIdx.x; i < outside * heads; i += gridDim.x) {
-    const int64_t token = i / heads < begin ? i / heads : i / heads - begin + end;
+    const int64_t token = i / heads < owned.begin ? i / heads : i / heads - owned.begin + owned.end;
 #pragma unroll 1
     for (int32_t dim = threadIdx.x * 4; dim < a.workspace.row_stride; dim += blockDim.x * 4)
       store_result(a, token * heads + i % heads, dim, Partial{});
   }
+}
+
+__device__ inline void zero_outside(const AttentionLaunch& a, KeyRange owned) {
+  if (owned.begin > 0 || owned.end < a.num_tokens) zero_tokens(a, owned);
 }
 
 // ---- The merging launch ----
@@ -121,7 +123,7 @@ struct Task {
 inline constexpr int kMaxTasks = 96;  // of a thread block: 3 borders of 32 rows
 
 struct MergeMemory {
-  ScheduleMemory schedule;
+  ScheduleMemory<kMergeThreads> schedule;
   Task tasks[kMaxTasks];
   int32_t counts[kMergeWarps];
   Partial partials[kMergeWarps][kWarp];

@@ -1,4 +1,4 @@
-// The decode kernel: tensor cores, float16 and bfloat16, head sizes up to 256. docs/kernels/decode.md.
+// The decode kernel: tensor cores, 16-bit and 8-bit caches, head sizes up to 256. docs/kernels/decode.md.
 //
 // Scores are made transposed, S^T = K Q^T: the 16-wide side of the matrix instruction holds keys, the 8-wide side
 // packed rows (query token x head of the group), so one token of a group of 4 or 8 heads wastes nothing. O^T = V^T P^T
@@ -7,24 +7,44 @@
 // an item.
 #pragma once
 
+#include <type_traits>
+
+#include "attention_formats.cuh"
 #include "attention_merge.cuh"
-#include "mma_instructions.cuh"
 
 namespace paged_kv::cuda::mma {
 
 inline constexpr int kKeys = 16;  // of a tile
 
-// Sizes that follow from the head-size class and the number of 8-row tiles of an item. Queries live in registers, where
-// they fit beside the sums. The number of warps is a matter of shared memory: of run time.
-template <int kHeadSize, int kTiles>
+// Sizes that follow from the cache's elements, the head-size class and the number of 8-row tiles of an item. Queries live
+// in registers, where they fit beside the sums. The number of warps is a matter of shared memory: of run time.
+template <class Format, int kHeadSize, int kTiles>
 struct Shape {
   static constexpr int kRows = kTiles * 8;
   static constexpr int kMaxWarps = kHeadSize <= 128 ? 4 : 2;
-  static constexpr int kStageBytes = kKeys * kHeadSize * 2 * 2;  // K rows, then V rows
-  static constexpr int kStages = kHeadSize == 64 ? 6 : 3;  // of a warp
+  static constexpr int kRowBytes = kHeadSize * Format::kBytes;
+  static constexpr int kStageBytes = kKeys * kRowBytes * 2;  // K rows, then V rows
+  // Expanding 8-bit elements is work between a tile's arrival and the next request: more warps hide it.
+  static constexpr int kBlocksOfSm = Format::kBytes == 1 && kTiles == 1 ? 3 : 2;
+  static constexpr int kWarpBytes =
+      kBlocksOfSm == 3 ? (kHeadSize == 256 ? 32 : 16) << 10 : (kHeadSize == 256 ? 48 : 24) << 10;
+  static constexpr int kStages = kWarpBytes / kStageBytes;  // of a warp
   static constexpr int kRowsPerMerge = kStageBytes / (kHeadSize * 4);  // rows of float results a stage has room for
-  static constexpr bool kQueriesInShared = kHeadSize * kTiles >= 512;
+  static constexpr bool kQueriesInShared = Format::kBytes == 2 && kHeadSize * kTiles >= 512;
   static constexpr int kQueryBytes = kQueriesInShared ? kRows * kHeadSize * 2 : 0;
+};
+
+// What is known of a tile in a stage: a bit for each key that some row sees; scales of K, then of V, where each slot
+// has its own.
+template <class Format, int kBytes = Format::kBytes>
+struct TileNotes {
+  uint32_t visible;
+  float scales[2][kKeys];
+};
+
+template <class Format>
+struct TileNotes<Format, 2> {
+  uint32_t visible;
 };
 
 __device__ inline int num_warps() { return blockDim.x / kWarp; }
@@ -33,54 +53,65 @@ __device__ inline int num_warps() { return blockDim.x / kWarp; }
 
 // Where 16-byte chunk `chunk` of row `row` of a tile lies in shared memory: chunks of a row are permuted by the row's
 // number, so that one column's chunks of eight rows lie in different banks. With row = a + b where a and b have no bits
-// in common, and chunk = c + d likewise, this is (swizzled(a, c) ^ ((b ^ d) % 8 << 4)) + the rest of b and d: addresses
-// are one exclusive or away from a lane's own constant. Stages are aligned, so their address may be added first.
-template <int kHeadSize>
+// in common, and chunk = c + d likewise, this is (swizzled(a, c) ^ swizzle(b) ^ (d % 8 << 4)) + the rest of b and d:
+// addresses are one exclusive or away from a lane's own constant. Stages are aligned, so their address may be added
+// first.
+template <int kRowBytes>
+__host__ __device__ constexpr uint32_t swizzle(int row) {
+  return uint32_t(kRowBytes >= 128 ? row & 7 : row >> 1 & 3) << 4;
+}
+
+template <int kRowBytes>
 __host__ __device__ constexpr uint32_t swizzled(int row, int chunk) {
-  return uint32_t(row * kHeadSize * 2 + ((chunk ^ (row & 7)) << 4));
+  return uint32_t(row * kRowBytes + (chunk << 4)) ^ swizzle<kRowBytes>(row);
 }
 
 // Copies a tile of which not all keys are there, or whose keys lie in several blocks. Lane l knows where key l % 16 is.
-template <int kHeadSize>
-__device__ __noinline__ void copy_scattered_rows(const Cache& cache, int32_t kv_head, int32_t block, int32_t offset,
-                                                 uint32_t visible, uint32_t target) {
-  constexpr int kChunks = kHeadSize / 8, kRowsAtOnce = kWarp / kChunks;
+template <int kRowBytes, int kElementBytes>
+__device__ __noinline__ void copy_scattered_rows(const NarrowCache& cache, int32_t kv_head, int32_t block,
+                                                 int32_t offset, uint32_t visible, uint32_t target) {
+  constexpr int kChunks = kRowBytes / 16, kRowsAtOnce = kWarp / kChunks;
   const int lane = threadIdx.x % kWarp, chunk = lane % kChunks;
-  const bool in_row = chunk * 8 < cache.head_size;
-  const char* base = static_cast<const char*>(cache.data) + 2 * (kv_head * cache.head_stride) + 16 * chunk;
-  const int64_t own = 2 * (block * cache.block_stride + offset * cache.slot_stride);
+  const bool in_row = chunk * 16 < cache.head_size * kElementBytes;
+  const char* base = cache.data + kv_head * cache.head_bytes + 16 * chunk;
+  const int64_t own = int64_t(block) * cache.block_bytes + uint32_t(offset) * cache.slot_bytes;
 #pragma unroll 1
   for (int row = lane / kChunks; row < kKeys; row += kRowsAtOnce) {
     const int64_t bytes = __shfl_sync(kFullMask, own, row);
     const bool valid = in_row && (visible >> row & 1);
-    copy_async(target + swizzled<kHeadSize>(row, chunk), valid ? base + bytes : cache.data, valid, streaming_policy());
+    copy_async(target + swizzled<kRowBytes>(row, chunk), valid ? base + bytes : cache.data, valid, streaming_policy());
   }
 }
 
 // Walks over the tiles of one warp, through all segments of its thread block, and loads them. Where tiles do not cross
 // blocks, a warp reads its next 32 table entries at once and far ahead: a load that waited for its own table entry
 // would also wait for all loads issued before.
-template <int kHeadSize, int kTiles, bool kDeterministic>
+template <class Format, int kHeadSize, int kTiles, bool kDeterministic>
 class Loader {
  public:
-  using S = Shape<kHeadSize, kTiles>;
+  using S = Shape<Format, kHeadSize, kTiles>;
+  using Notes = TileNotes<Format>;
   using Planned = Schedule<S::kRows, kKeys, kDeterministic>;
 
-  // Begins with segment `s`, which the schedule has given and moved past; `has_work`: is there one at all?
-  __device__ Loader(const AttentionLaunch& a, const Planned& schedule, bool has_work, const Segment& s,
-                    int32_t position)
-      : a_(a), schedule_(schedule), position_(position), done_(!has_work) {
+  __device__ Loader(const AttentionLaunch& a, const Planned& schedule) : a_(a), schedule_(schedule) {
     whole_blocks_ = a.block_size % kKeys == 0;
-    lane_target_ = swizzled<kHeadSize>(lane() / kChunks, lane() % kChunks);
-    key_in_row_ = lane() % kChunks * 8 < a.params.key_cache.head_size;
-    value_in_row_ = lane() % kChunks * 8 < a.params.value_cache.head_size;
-    if (has_work && !enter(s)) next_segment();
+    lane_target_ = swizzled<kRowBytes>(lane() / kChunks, lane() % kChunks);
+    key_in_row_ = lane() % kChunks * 16 < a.key_cache.head_size * Format::kBytes;
+    value_in_row_ = lane() % kChunks * 16 < a.value_cache.head_size * Format::kBytes;
+    dense_ = a.key_cache.slot_bytes == kRowBytes && a.value_cache.slot_bytes == kRowBytes;
   }
 
-  // Loads the next tile (if any is left) into a stage. `visible` receives a bit per key.
-  __device__ void load(uint32_t stage, uint32_t* visible) {
+  // Begins with segment `s`, which the schedule has given and moved past.
+  __device__ void begin(const Segment& s, int32_t position) {
+    position_ = position;
+    done_ = false;
+    if (!enter(s)) next_segment();
+  }
+
+  // Loads the next tile (if any is left) into a stage, and notes what is there.
+  __device__ void load(uint32_t stage, Notes& notes) {
     if (!done_) {
-      copy(stage, visible);
+      copy(stage, notes);
       tile_ += num_warps();
       if (tile_ >= last_) next_segment();
     }
@@ -89,9 +120,9 @@ class Loader {
 
   // Tiles of a segment go to the warps in turn, counted from the segment's begin; those no row sees are left out.
   __device__ static int32_t first_tile(const Segment& s) {
-    const int32_t skipped = max(s.keys.begin / kKeys - s.tile_begin, 0);
-    const int32_t first = threadIdx.x / kWarp;
-    return s.tile_begin + first + (max(skipped - first, 0) + num_warps() - 1) / num_warps() * num_warps();
+    const int32_t skipped = s.keys.begin / kKeys - s.tile_begin, first = threadIdx.x / kWarp;
+    if (skipped <= first) return s.tile_begin + first;
+    return s.tile_begin + first + (skipped - first + num_warps() - 1) / num_warps() * num_warps();
   }
 
   __device__ static int32_t end_tile(const Segment& s) {
@@ -100,7 +131,8 @@ class Loader {
   }
 
  private:
-  static constexpr int kChunks = kHeadSize / 8;  // 16-byte chunks of a row
+  static constexpr int kRowBytes = S::kRowBytes;
+  static constexpr int kChunks = kRowBytes / 16;  // 16-byte chunks of a row
   static constexpr int kRowsAtOnce = kWarp / kChunks;  // rows that one instruction of the warp loads
 
   __device__ static int lane() { return threadIdx.x % kWarp; }
@@ -120,13 +152,13 @@ class Loader {
     keys_ = s.keys;
     kv_head_ = s.kv_head;
     table_ = a_.block_table + s.sequence.index * a_.table_stride;
-    key_base_ = lane_base(a_.params.key_cache);
-    value_base_ = lane_base(a_.params.value_cache);
     entry_ = 0;
     if (whole_blocks_) {
       entries_ = read_entries(tile_);
       if (last_ - tile_ > kWarp * num_warps()) next_entries_ = read_entries(tile_ + kWarp * num_warps());
     }
+    key_lane_ = lane_offset(a_.key_cache);
+    value_lane_ = lane_offset(a_.value_cache);
     return true;
   }
 
@@ -140,17 +172,16 @@ class Loader {
     return a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / a_.block_size;
   }
 
-  // This lane's chunk of its first row, were the tile at the very begin of the cache.
-  __device__ const char* lane_base(const Cache& cache) const {
-    return static_cast<const char*>(cache.data) +
-           2 * (kv_head_ * cache.head_stride + lane() / kChunks * cache.slot_stride + lane() % kChunks * 8);
+  // This lane's chunk of its first row, in bytes from the block's begin, were the tile at the block's begin.
+  __device__ uint32_t lane_offset(const NarrowCache& cache) const {
+    return kv_head_ * cache.head_bytes + lane() / kChunks * cache.slot_bytes + lane() % kChunks * 16;
   }
 
   __device__ bool is_mapped(int32_t block) const { return uint32_t(block) < uint32_t(a_.num_blocks); }
 
-  __device__ void copy(uint32_t stage, uint32_t* visible) {
+  __device__ void copy(uint32_t stage, Notes& notes) {
     const int32_t first = tile_ * kKeys;
-    if (!whole_blocks_) return copy_across_blocks(stage, visible);
+    if (!whole_blocks_) return copy_across_blocks(stage, notes);
     const int32_t block = __shfl_sync(kFullMask, entries_, entry_);
     if (++entry_ == kWarp) {
       entry_ = 0;
@@ -160,64 +191,86 @@ class Loader {
     }
     const int32_t offset = first - column_of(first) * a_.block_size;
     if (is_mapped(block) && first >= keys_.begin && first + kKeys <= keys_.end) {
-      if (lane() == 0) *visible = 0xffff;
-      copy_rows(a_.params.key_cache, key_base_, key_in_row_, block, offset, stage);
-      copy_rows(a_.params.value_cache, value_base_, value_in_row_, block, offset, stage + S::kStageBytes / 2);
+      if (lane() == 0) notes.visible = 0xffff;
+      copy_scales(block, offset + lane() % kKeys, true, notes);
+      copy_rows(a_.key_cache, key_lane_, key_in_row_, block, offset, stage);
+      copy_rows(a_.value_cache, value_lane_, value_in_row_, block, offset, stage + S::kStageBytes / 2);
     } else {
-      copy_scattered(block, offset + lane() % kKeys, stage, visible);
+      copy_scattered(block, offset + lane() % kKeys, stage, notes);
     }
   }
 
-  __device__ void copy_across_blocks(uint32_t stage, uint32_t* visible) {
+  __device__ void copy_across_blocks(uint32_t stage, Notes& notes) {
     const int32_t key = tile_ * kKeys + lane() % kKeys, column = column_of(key);
     const int32_t block = key >= keys_.begin && key < keys_.end ? table_[column] : -1;
-    copy_scattered(block, key - column * a_.block_size, stage, visible);
+    copy_scattered(block, key - column * a_.block_size, stage, notes);
   }
 
   // Lane l says where key l % 16 of the tile lies.
-  __device__ void copy_scattered(int32_t block, int32_t offset, uint32_t stage, uint32_t* visible) {
+  __device__ void copy_scattered(int32_t block, int32_t offset, uint32_t stage, Notes& notes) {
     const int32_t key = tile_ * kKeys + lane() % kKeys;
     const bool seen = is_mapped(block) && key >= keys_.begin && key < keys_.end;
     const uint32_t bits = __ballot_sync(kFullMask, seen) & 0xffff;
-    if (lane() == 0) *visible = bits;
-    copy_scattered_rows<kHeadSize>(a_.params.key_cache, kv_head_, block, offset, bits, stage);
-    copy_scattered_rows<kHeadSize>(a_.params.value_cache, kv_head_, block, offset, bits, stage + S::kStageBytes / 2);
+    if (lane() == 0) notes.visible = bits;
+    copy_scales(block, offset, seen, notes);
+    const auto copy_rows_of = copy_scattered_rows<kRowBytes, Format::kBytes>;
+    copy_rows_of(a_.key_cache, kv_head_, block, offset, bits, stage);
+    copy_rows_of(a_.value_cache, kv_head_, block, offset, bits, stage + S::kStageBytes / 2);
+  }
+
+  // Scales of the slots, where each has its own: lanes 0-15 those of K, lanes 16-31 those of V. 0 where nothing is seen.
+  __device__ void copy_scales(int32_t block, int32_t offset, bool seen, Notes& notes) const {
+    if constexpr (Format::kBytes == 1) {
+      const Scale& scale = lane() < kKeys ? a_.params.key_cache.scale : a_.params.value_cache.scale;
+      if (scale.kind != ScaleKind::per_slot) return;
+      const float* source = scale.data;
+      if (seen) source += block * scale.block_stride + offset * scale.slot_stride + kv_head_ * scale.head_stride;
+      copy_word_async(shared_address(&notes.scales[lane() / kKeys][lane() % kKeys]), source, seen);
+    }
   }
 
   // All 16 rows lie one after the other in one block.
-  __device__ void copy_rows(const Cache& cache, const char* base, bool in_row, int32_t block, int32_t offset,
+  __device__ void copy_rows(const NarrowCache& cache, uint32_t lane_offset, bool in_row, int32_t block, int32_t offset,
                             uint32_t target) const {
-    const char* row = base + 2 * (block * cache.block_stride + offset * cache.slot_stride);
-    const int64_t step = 2 * kRowsAtOnce * cache.slot_stride;
+    const char* row = cache.data + uint64_t(uint32_t(block)) * cache.block_bytes + lane_offset;
+    row += uint32_t(offset) * cache.slot_bytes;
     target += lane_target_;
-#pragma unroll
-    for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
-      constexpr int kRowBytes = kHeadSize * 2;
-      copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row, in_row, policy_);
-      row += step;
+    // With rows side by side, as in a pool that the library made, all addresses are constants away from the first.
+    if (dense_) {
+      copy_rows(row, std::integral_constant<uint32_t, kRowsAtOnce * kRowBytes>{}, in_row, target);
+    } else {
+      copy_rows(row, kRowsAtOnce * cache.slot_bytes, in_row, target);
     }
+  }
+
+  template <class Step>
+  __device__ void copy_rows(const char* row, Step step, bool in_row, uint32_t target) const {
+#pragma unroll
+    for (int i = 0; i < kKeys / kRowsAtOnce; ++i)
+      copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row + uint64_t(i) * step,
+                 in_row, policy_);
   }
 
   const AttentionLaunch& a_;
   const Planned& schedule_;
-  int32_t position_;
+  int32_t position_ = 0;
   const int32_t* table_ = nullptr;
-  const char *key_base_ = nullptr, *value_base_ = nullptr;
+  uint32_t key_lane_ = 0, value_lane_ = 0;
   KeyRange keys_{};
   int32_t kv_head_ = 0, tile_ = 0, last_ = 0;
   int32_t entries_ = -1, next_entries_ = -1, entry_ = 0;
   uint32_t lane_target_;
   uint64_t policy_ = streaming_policy();
-  bool done_, whole_blocks_, key_in_row_, value_in_row_;
+  bool done_ = true, whole_blocks_, dense_, key_in_row_, value_in_row_;
 };
 
 // Softcap and ALiBi, apart from the loop that most models run.
-__device__ __noinline__ inline float4 special_logits(const AttentionParams& p, float4 scores, float slope_0,
-                                                     float slope_1, int32_t key) {
+__device__ __noinline__ inline float4 special_logits(const AttentionParams& p, float4 scores, float scale,
+                                                     float slope_0, float slope_1, int32_t key) {
   float values[4] = {scores.x, scores.y, scores.z, scores.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    values[i] *= p.scale;
+    values[i] *= scale;
     if (p.softcap > 0.0f) values[i] = p.softcap * tanhf(values[i] / p.softcap);
     values[i] = (values[i] + (i % 2 ? slope_1 : slope_0) * float(key + i / 2 * 8)) * kLog2e;
   }
@@ -228,10 +281,12 @@ __device__ __noinline__ inline float4 special_logits(const AttentionParams& p, f
 
 // One warp's softmax state and sums for kTiles x 8 packed rows. In a fragment c[16 x 8], lane l holds rows (keys or
 // dims) l / 4 and l / 4 + 8 of columns (packed rows) 2 * (l % 4) and 2 * (l % 4) + 1.
-template <class T, int kHeadSize, int kTiles>
+template <class Format, int kHeadSize, int kTiles>
 struct State {
-  using S = Shape<kHeadSize, kTiles>;
+  using S = Shape<Format, kHeadSize, kTiles>;
+  using Operand = typename Format::Operand;
   static constexpr int kSteps = kHeadSize / 16;
+  static constexpr bool kExpands = Format::kBytes == 1;
   uint32_t queries[S::kQueriesInShared ? 1 : kTiles][kSteps][2];
   const uint2* shared_queries;  // [kTiles][kSteps][kWarp]
   float out[kTiles][kSteps][4];
@@ -239,6 +294,9 @@ struct State {
   KeyRange keys[kTiles][2];  // visible to this lane's two columns of each tile
   KeyRange all;  // visible to every row: tiles inside need no comparison
   float slopes[kTiles][2];
+  // 8-bit caches: logits in base 2 are scores times `factors`; weighted values are `out` times `value_unit`.
+  float factors[kExpands ? kTiles : 1][2];
+  float value_unit;
 
   // Called by all threads of the block, behind a barrier.
   __device__ void begin(const AttentionLaunch& a, const Segment& s, uint2* query_memory) {
@@ -248,16 +306,19 @@ struct State {
     if constexpr (S::kQueriesInShared) {
       for (int index = threadIdx.x / kWarp; index < kTiles * kSteps; index += num_warps()) {
         uint32_t pair[2];
-        load_queries(a, s, index / kSteps, index % kSteps, pair);
+        load_queries(a, query_row(a, s, index / kSteps), index % kSteps, pair);
         query_memory[index * kWarp + lane] = {pair[0], pair[1]};
       }
       __syncthreads();
     }
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      if constexpr (!S::kQueriesInShared) {
+      if constexpr (kExpands) {
+        load_scaled_queries(a, s, t);
+      } else if constexpr (!S::kQueriesInShared) {
+        const uint16_t* row = query_row(a, s, t);
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_queries(a, s, t, step, queries[t][step]);
+        for (int step = 0; step < kSteps; ++step) load_queries(a, row, step, queries[t][step]);
       }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
@@ -274,69 +335,205 @@ struct State {
         slopes[t][c] = p.alibi_slopes ? p.alibi_slopes[s.kv_head * group + packed - query * group] : 0.0f;
       }
     }
+    if constexpr (kExpands) {
+      constexpr float kSmallest = 1.17549435e-38f;  // any scale of a slot is a larger unit
+      value_unit = p.value_cache.scale.kind == ScaleKind::per_slot ? kSmallest : static_scale(p.value_cache, s);
+    }
     const int32_t first = a.group.divide(s.first_row), last = a.group.divide(s.first_row + s.rows - 1);
     all = {visible_to_any(a, s.sequence, last, last).begin, visible_to_any(a, s.sequence, first, first).end};
   }
 
+  // The scale that all slots of a segment share; 1 where each has its own.
+  __device__ static float static_scale(const Cache& cache, const Segment& s) {
+    if (cache.scale.kind == ScaleKind::none || cache.scale.kind == ScaleKind::per_slot) return 1.0f;
+    return cache.scale.data[s.kv_head * cache.scale.head_stride];
+  }
+
+  // The query row that column l / 4 of tile t stands for; null: none.
+  __device__ static const uint16_t* query_row(const AttentionLaunch& a, const Segment& s, int t) {
+    const int row = t * 8 + threadIdx.x % kWarp / 4;
+    if (row >= s.rows) return nullptr;
+    const int32_t packed = s.first_row + row, query = a.group.divide(packed), group = a.group.value;
+    const uint32_t head = s.kv_head * group + packed - query * group;
+    return static_cast<const uint16_t*>(a.query) + uint64_t(uint32_t(s.sequence.token + query)) * a.query_token_stride +
+           head * a.query_head_stride;
+  }
+
   // B operand: lane l holds dims 2 * (l % 4) + {0, 1} and + 8 of column l / 4.
-  __device__ static void load_queries(const AttentionLaunch& a, const Segment& s, int t, int step,
-                                      uint32_t (&pair)[2]) {
-    const AttentionParams& p = a.params;
-    const int lane = threadIdx.x % kWarp, row = t * 8 + lane / 4;
-    const bool valid = row < s.rows;
-    const int32_t packed = s.first_row + (valid ? row : 0), query = a.group.divide(packed), group = a.group.value;
-    const int64_t head = s.kv_head * group + packed - query * group;
-    const uint16_t* source = static_cast<const uint16_t*>(p.query) + (s.sequence.token + query) * p.query_token_stride +
-                             head * p.query_head_stride;
+  __device__ static void load_queries(const AttentionLaunch& a, const uint16_t* row, int step, uint32_t (&pair)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int dim = step * 16 + i * 8 + 2 * (lane % 4);
-      pair[i] = valid && dim < p.key_cache.head_size ? *reinterpret_cast<const uint32_t*>(source + dim) : 0u;
+      const int dim = step * 16 + i * 8;  // rows are whole numbers of 8
+      pair[i] = row && dim < a.key_cache.head_size
+                    ? *reinterpret_cast<const uint32_t*>(row + dim + 2 * (threadIdx.x % 4))
+                    : 0u;
     }
+  }
+
+  // The same for keys that come as bytes: lane l holds dims 4 * (l % 4) .. + 3 of a step, as it does of the keys. Rows
+  // are divided by a power of two that float16 holds them; their logits are multiplied by it.
+  __device__ void load_scaled_queries(const AttentionLaunch& a, const Segment& s, int t) {
+    const int lane = threadIdx.x % kWarp;
+    const uint16_t* row = query_row(a, s, t);
+    const bool is_half = a.params.query_dtype == DType::float16;
+    uint2 raw[kSteps];
+    uint32_t largest = 0;  // bits of the largest magnitude
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const bool valid = row && step * 16 < a.key_cache.head_size;  // rows are whole numbers of 16
+      raw[step] = valid ? *reinterpret_cast<const uint2*>(row + step * 16 + 4 * (lane % 4)) : uint2{0, 0};
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        largest = max(largest, __float_as_uint(fabsf(sixteen_bits(i < 2 ? raw[step].x : raw[step].y, i % 2, is_half))));
+    largest = max(largest, __shfl_xor_sync(kFullMask, largest, 1));
+    largest = max(largest, __shfl_xor_sync(kFullMask, largest, 2));
+    const uint32_t exponent = largest >> 23;
+    const bool scales = exponent > 0 && exponent < 254;
+    const float unit = scales ? __uint_as_float(exponent << 23) : 1.0f;
+    const float inverse = scales ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t word = i == 0 ? raw[step].x : raw[step].y;
+        queries[t][step][i] =
+            pack(sixteen_bits(word, 0, is_half) * inverse, sixteen_bits(word, 1, is_half) * inverse, Float16{});
+      }
+    const float factor = a.scale * kLog2e * static_scale(a.params.key_cache, s);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) factors[t][c] = factor * __shfl_sync(kFullMask, unit, 8 * (lane % 4) + 4 * c);
+  }
+
+  __device__ static float sixteen_bits(uint32_t word, int half, bool is_half) {
+    const uint32_t bits = half ? word >> 16 : word & 0xffff;
+    return is_half ? to_float(Float16{uint16_t(bits)}) : __uint_as_float(bits << 16);
   }
 
   __device__ void multiply_keys(float (&scores)[4], const Fragment& keys_fragment, int t, int step) const {
     if constexpr (S::kQueriesInShared) {
       const uint2 pair = shared_queries[(t * kSteps + step) * kWarp + threadIdx.x % kWarp];
       const uint32_t query[2] = {pair.x, pair.y};
-      multiply(scores, keys_fragment, query, T{});
+      multiply(scores, keys_fragment, query, Operand{});
     } else {
-      multiply(scores, keys_fragment, queries[t][step], T{});
+      multiply(scores, keys_fragment, queries[t][step], Operand{});
     }
   }
 
-  __device__ void attend(const AttentionLaunch& a, uint32_t stage, uint32_t visible, int32_t tile) {
+  // Calls use(step, A operand of keys) for each 16 dims.
+  template <class Use>
+  __device__ static void for_keys(uint32_t stage, const Use& use) {
     const int lane = threadIdx.x % kWarp;
-    float scores[kTiles][4] = {};
-    {  // K: matrices (keys 0-7, 8-15) x (dims 0-7, 8-15) of a step
-      const uint32_t own = stage + swizzled<kHeadSize>(lane % 16, lane / 16);
-      float odd[kTiles][4] = {};
+    const uint32_t own = stage + swizzled<S::kRowBytes>(lane % 16, lane / 16);
+    if constexpr (kExpands) {  // matrices (keys 0-7, 8-15) x (dims 0-15, 16-31): a lane's word is four dims of a key
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const Fragment k = load_matrices((own ^ (step * 2 % 8 << 4)) + step * 2 / 8 * 128);
+      for (int step = 0; step < kSteps; step += 2) {
+        const Fragment k = load_matrices((own ^ (step % 8 << 4)) + step / 8 * 128);
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) multiply_keys(step % 2 ? odd[t] : scores[t], k, t, step);
+        for (int i = 0; i < 2; ++i) {
+          Fragment halves;
+          Format::template expand<0, 1, 2, 3>(k.data[2 * i], halves.data[0], halves.data[2]);
+          Format::template expand<0, 1, 2, 3>(k.data[2 * i + 1], halves.data[1], halves.data[3]);
+          use(step + i, halves);
+        }
       }
+    } else {  // matrices (keys 0-7, 8-15) x (dims 0-7, 8-15)
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[t][i] += odd[t][i];
+      for (int step = 0; step < kSteps; ++step)
+        use(step, load_matrices((own ^ (step * 2 % 8 << 4)) + step * 2 / 8 * 128));
     }
+  }
+
+  // Calls use(step, A operand of transposed values) for each 16 dims. Of bytes, row r of the operand is dim 2 r for the
+  // upper 8 rows and dim 2 (r - 8) + 1 for the lower: see dim_of.
+  template <class Use>
+  __device__ static void for_values(uint32_t stage, const Use& use) {
+    const int lane = threadIdx.x % kWarp;
+    const uint32_t own = stage + S::kStageBytes / 2 + swizzled<S::kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    if constexpr (kExpands) {  // matrices (dims 0-15, 16-31) x (keys 0-7, 8-15): a word is two dims of two keys
+#pragma unroll
+      for (int step = 0; step < kSteps; step += 2) {
+        const Fragment v = load_matrices_transposed((own ^ (step % 8 << 4)) + step / 8 * 128);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Fragment halves;
+          Format::template expand<0, 2, 1, 3>(v.data[i], halves.data[0], halves.data[1]);
+          Format::template expand<0, 2, 1, 3>(v.data[i + 2], halves.data[2], halves.data[3]);
+          use(step + i, halves);
+        }
+      }
+    } else {  // matrices (dims 0-7, 8-15) x (keys 0-7, 8-15)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        use(step, load_matrices_transposed((own ^ (step * 2 % 8 << 4)) + step * 2 / 8 * 128));
+    }
+  }
+
+  // The dim that out[..][step][i] is a sum of.
+  __device__ static int dim_of(int step, int i) {
+    const int lane = threadIdx.x % kWarp;
+    return step * 16 + (kExpands ? lane / 4 * 2 + i / 2 : lane / 4 + i / 2 * 8);
+  }
+
+  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>& notes, int32_t tile) {
+    float scores[kTiles][4] = {}, odd[kTiles][4] = {};
+    for_keys(stage, [&](int step, const Fragment& k) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) multiply_keys(step % 2 ? odd[t] : scores[t], k, t, step);
+    });
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[t][i] += odd[t][i];
+    float value_factors[2] = {1.0f, 1.0f};
+    if constexpr (kExpands) apply_slot_scales(a, notes, scores, value_factors);
     uint32_t weights[kTiles][2];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      to_logits(a, scores[t], t, visible, tile);
-      soften(scores[t], t, weights[t]);
+      to_logits(a, scores[t], t, notes.visible, tile);
+      soften(scores[t], t, value_factors, weights[t]);
     }
-    {  // V^T: transposed matrices (dims 0-7, 8-15) x (keys 0-7, 8-15)
-      const uint32_t own = stage + kKeys * kHeadSize * 2 + swizzled<kHeadSize>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    for_values(stage, [&](int step, const Fragment& v) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const Fragment v = load_matrices_transposed((own ^ (step * 2 % 8 << 4)) + step * 2 / 8 * 128);
+      for (int t = 0; t < kTiles; ++t) multiply(out[t][step], v, weights[t], Operand{});
+    });
+  }
+
+  // Where each slot has its scale: K's goes into the scores, V's into the weights, in units of a power of two that all
+  // of a warp's sums share, for float16 would not hold the smallest of them.
+  __device__ void apply_slot_scales(const AttentionLaunch& a, const TileNotes<Format>& notes,
+                                    float (&scores)[kTiles][4], float (&value_factors)[2]) {
+    const int key = threadIdx.x % kWarp / 4;
+    if (a.params.key_cache.scale.kind == ScaleKind::per_slot) {
+      const float low = notes.scales[0][key], high = notes.scales[0][key + 8];
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) multiply(out[t][step], v, weights[t], T{});
-      }
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[t][i] *= i < 2 ? low : high;
     }
+    if (a.params.value_cache.scale.kind != ScaleKind::per_slot) return;
+    const float low = notes.scales[1][key], high = notes.scales[1][key + 8];
+    const uint32_t largest =
+        __reduce_max_sync(kFullMask, max(__float_as_uint(fabsf(low)), __float_as_uint(fabsf(high))));
+    const float unit = __uint_as_float(min(largest, 0x7e800000u) & 0x7f800000u);
+    if (unit > value_unit) {
+      scale_sums(value_unit / unit);
+      value_unit = unit;
+    }
+    const float inverse = 1.0f / value_unit;
+    value_factors[0] = low * inverse;
+    value_factors[1] = high * inverse;
+  }
+
+  __device__ void scale_sums(float factor) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[t][step][i] *= factor;
   }
 
   // Scores -> logits in base 2, -inf where a row must not see a key.
@@ -344,17 +541,24 @@ struct State {
     const AttentionParams& p = a.params;
     const int lane = threadIdx.x % kWarp;
     const int32_t first = tile * kKeys;
-    if (p.softcap > 0.0f || p.alibi_slopes) {
-      const float4 logits =
-          special_logits(p, {scores[0], scores[1], scores[2], scores[3]}, slopes[t][0], slopes[t][1], first + lane / 4);
+    const float factor = a.scale * kLog2e;
+    const bool special = p.softcap > 0.0f || p.alibi_slopes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kExpands) {
+        scores[i] *= factors[t][i % 2];
+      } else if (!special) {
+        scores[i] *= factor;
+      }
+    }
+    if (special) {
+      const float scale = kExpands ? kLn2 : a.scale;  // to what special_logits scales
+      const float4 logits = special_logits(p, {scores[0], scores[1], scores[2], scores[3]}, scale, slopes[t][0],
+                                           slopes[t][1], first + lane / 4);
       scores[0] = logits.x;
       scores[1] = logits.y;
       scores[2] = logits.z;
       scores[3] = logits.w;
-    } else {
-      const float factor = p.scale * kLog2e;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores[i] *= factor;
     }
     if (visible == 0xffff && first >= all.begin && first + kKeys <= all.end) return;
 #pragma unroll
@@ -366,8 +570,9 @@ struct State {
     }
   }
 
-  // Online softmax: logits -> weights, as the B operand of O^T += V^T P^T.
-  __device__ void soften(float (&logits)[4], int t, uint32_t (&weights)[2]) {
+  // Online softmax: logits -> weights, times the factors of keys l / 4 and l / 4 + 8, as the B operand of
+  // O^T += V^T P^T.
+  __device__ void soften(float (&logits)[4], int t, const float (&value_factors)[2], uint32_t (&weights)[2]) {
     float shrink[2], base[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -389,8 +594,12 @@ struct State {
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[t][step][i] *= shrink[i % 2];
     }
-    weights[0] = transpose_matrix(pack(logits[0], logits[1], T{}));
-    weights[1] = transpose_matrix(pack(logits[2], logits[3], T{}));
+    if constexpr (kExpands) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) logits[i] *= value_factors[i / 2];
+    }
+    weights[0] = transpose_matrix(pack(logits[0], logits[1], Operand{}));
+    weights[1] = transpose_matrix(pack(logits[2], logits[3], Operand{}));
   }
 
   // This warp's states of all rows into shared memory.
@@ -417,8 +626,8 @@ struct State {
       for (int step = 0; step < kSteps; ++step)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = t * 8 + 2 * (lane % 4) + i % 2 - first, dim = step * 16 + lane / 4 + i / 2 * 8;
-          target[row * kHeadSize + (dim ^ (lane % 4 << 3))] = out[t][step][i];
+          const int row = t * 8 + 2 * (lane % 4) + i % 2 - first, dim = dim_of(step, i);
+          target[row * kHeadSize + (dim ^ (lane % 4 << 3))] = kExpands ? out[t][step][i] * value_unit : out[t][step][i];
         }
     }
   }
@@ -432,105 +641,111 @@ __device__ int value_at(int row, int dim) {
 
 // ---- The kernel ----
 
-template <int kHeadSize, int kTiles>
+template <class Format, int kHeadSize, int kTiles>
 struct Shared {
-  using S = Shape<kHeadSize, kTiles>;
-  ScheduleMemory schedule;
+  using S = Shape<Format, kHeadSize, kTiles>;
+  ScheduleMemory<S::kMaxWarps * kWarp> schedule;
   RowState states[S::kMaxWarps][S::kRows];
-  uint32_t visible[S::kMaxWarps][S::kStages];
-  const float* values[S::kMaxWarps];
+  TileNotes<Format> notes[S::kMaxWarps][S::kStages];
+  int stage[S::kMaxWarps];  // where a warp's values are
 };
 
 // Merges rows first .. first + count of all warps and puts them: final, or a partial result.
-template <int kHeadSize, int kTiles>
-__device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<kHeadSize, kTiles>& shared, int first,
-                       int count) {
-  using S = Shape<kHeadSize, kTiles>;
-  const int rows = min(count, s.rows - first), columns = a.workspace.row_stride / 4;
+template <class Format, int kHeadSize, int kTiles>
+__device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<Format, kHeadSize, kTiles>& shared,
+                       const char* stages, int first, int count) {
+  using S = Shape<Format, kHeadSize, kTiles>;
+  constexpr int kColumns = kHeadSize / 4;
+  const int rows = min(count, s.rows - first);
 #pragma unroll 1
-  for (int index = threadIdx.x; index < rows * columns; index += blockDim.x) {
-    const int row = first + index / columns, dim = index % columns * 4;
+  for (int index = threadIdx.x; index < rows * kColumns; index += blockDim.x) {
+    const int row = index / kColumns, dim = index % kColumns * 4;
+    if (dim >= a.workspace.row_stride) continue;
     Partial parts[S::kMaxWarps];
 #pragma unroll
     for (int w = 0; w < S::kMaxWarps; ++w) {
-      if (w >= num_warps() || shared.states[w][row].sum == 0.0f) continue;  // no key seen, and maybe no values stored
-      parts[w].state = shared.states[w][row];
-      parts[w].values = *reinterpret_cast<const float4*>(shared.values[w] + value_at<kHeadSize>(row - first, dim));
+      const int warp = w < num_warps() ? w : 0;
+      const RowState state = shared.states[warp][first + row];
+      const int stage = warp * S::kStages + shared.stage[warp];
+      const float4 values =
+          *reinterpret_cast<const float4*>(stages + stage * S::kStageBytes + 4 * value_at<kHeadSize>(row, dim));
+      // A warp that has seen no key has perhaps stored no values: there is anything then.
+      if (w < num_warps() && state.sum != 0.0f) parts[w] = {state, values};
     }
-    const Partial merged = combine(parts);
-    put<S::kRows>(a, s, row, dim, merged);
+    put<S::kRows>(a, s, first + row, dim, combine<true>(parts));
   }
 }
 
-template <class T, int kHeadSize, int kTiles, bool kDeterministic>
-__global__ void __launch_bounds__(Shape<kHeadSize, kTiles>::kMaxWarps* kWarp, 2)
+template <class Format, int kHeadSize, int kTiles, bool kDeterministic>
+__global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* kWarp,
+                                  Shape<Format, kHeadSize, kTiles>::kBlocksOfSm)
     attention(const __grid_constant__ AttentionLaunch a) {
-  using S = Shape<kHeadSize, kTiles>;
-  using Tiles = Loader<kHeadSize, kTiles, kDeterministic>;
+  using S = Shape<Format, kHeadSize, kTiles>;
+  using Tiles = Loader<Format, kHeadSize, kTiles, kDeterministic>;
   constexpr int kRows = S::kRows, kCount = kRows < S::kRowsPerMerge ? kRows : S::kRowsPerMerge;
   extern __shared__ __align__(1024) char stages[];  // [warps][kStages][kStageBytes], then the queries
-  __shared__ Shared<kHeadSize, kTiles> shared;
+  __shared__ Shared<Format, kHeadSize, kTiles> shared;
   const int warp = threadIdx.x / kWarp;
   char* own = stages + warp * S::kStages * S::kStageBytes;
   uint2* queries = reinterpret_cast<uint2*>(stages + num_warps() * S::kStages * S::kStageBytes);
   const uint32_t own_address = shared_address(own);
 
   let_dependents_start();
-  Tiles::Planned::prefetch_table(a);
+  wait_for_predecessor();
+  prefetch_table(a);
   const typename Tiles::Planned schedule(a, shared.schedule);
-  int32_t position = schedule.start();
+  Tiles loader(a, schedule);
+  State<Format, kHeadSize, kTiles> state;
   Segment s;
-  bool has_segment = schedule.next(position, s);
-  Tiles loader(a, schedule, has_segment, s, position);
-  State<T, kHeadSize, kTiles> state;
-  if (has_segment) state.begin(a, s, queries);  // queries go on their way before the keys, which are many
-#pragma unroll 1
-  for (int stage = 0; stage < S::kStages; ++stage)
-    loader.load(own_address + stage * S::kStageBytes, &shared.visible[warp][stage]);
+  int32_t position = schedule.start();
+  int stage = 0, ahead = 0;  // tiles that have been asked for and not computed
 
-  int stage = 0;
+  // One copy of each piece of code, in the order of its first use: a launch begins with a cold instruction cache, and
+  // small batches wait for every line of it.
 #pragma unroll 1
-  while (has_segment) {
+  while (schedule.next(position, s)) {
+    if (ahead == 0) loader.begin(s, position);  // asks for the table's entries
+    state.begin(a, s, queries);  // queries go on their way before the keys, which are many
     if (threadIdx.x == 0) schedule.record(s, position);
     const int32_t end = Tiles::end_tile(s);
     int32_t tile = Tiles::first_tile(s);
     const bool works = tile < end;
+    // A round computes a tile (of the segment's last round: merges), then refills the stage that is free now. The first
+    // rounds only fill the stages.
     bool more = true;
-    // A round computes a tile (of the segment's last round: merges), then refills the stage that is free now.
 #pragma unroll 1
     while (more) {
-      const bool has_tile = tile < end;
       const uint32_t stage_address = own_address + stage * S::kStageBytes;
-      uint32_t* visible = &shared.visible[warp][stage];
+      TileNotes<Format>& notes = shared.notes[warp][stage];
+      const bool fills = ahead < S::kStages, has_tile = !fills && tile < end;
       if (has_tile) {
         wait_for_copies<S::kStages - 1>();
         __syncwarp();
-        state.attend(a, stage_address, *visible, tile);
+        state.attend(a, stage_address, notes, tile);
         __syncwarp();
         tile += num_warps();
       }
-      more = tile < end;
+      more = fills || tile < end;
       if (!more) {  // the stage just used holds this warp's part of the merge
         state.store_states(shared.states[warp]);
         float* values = reinterpret_cast<float*>(own + stage * S::kStageBytes);
-        if (threadIdx.x % kWarp == 0) shared.values[warp] = values;
+        if (threadIdx.x % kWarp == 0) shared.stage[warp] = stage;
 #pragma unroll
         for (int first = 0; first < kRows; first += kCount) {
           if (works) state.store_values(values, first, kCount);
           __syncthreads();
-          finish<kHeadSize, kTiles>(a, s, shared, first, kCount);
+          finish<Format, kHeadSize, kTiles>(a, s, shared, stages, first, kCount);
           __syncthreads();
         }
       }
-      if (has_tile) {
-        loader.load(stage_address, visible);
+      if (fills || has_tile) {
+        loader.load(stage_address, notes);
+        ahead += fills;
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
       }
     }
-    has_segment = schedule.next(position, s);
-    if (has_segment) state.begin(a, s, queries);
   }
-  zero_outside_spans(a);
+  zero_outside(a, schedule.owned_tokens());
 }
 
 }  // namespace paged_kv::cuda::mma

@@ -6,33 +6,54 @@
 
 namespace paged_kv::cuda::mma {
 
-template <class T, int kHeadSize, int kTiles>
+template <class Format, int kHeadSize, int kTiles, bool kDeterministic>
 void launch_instance(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
-  using S = Shape<kHeadSize, kTiles>;
-  constexpr int64_t kWarpBytes = S::kStages * S::kStageBytes;
-  const auto run = launch.deterministic ? launch_kernel<attention<T, kHeadSize, kTiles, true>>
-                                        : launch_kernel<attention<T, kHeadSize, kTiles, false>>;
-  run(Order::after_predecessor, plan.grid, plan.warps * kWarp, plan.warps * kWarpBytes + S::kQueryBytes, launch,
-      stream);
+  using S = Shape<Format, kHeadSize, kTiles>;
+  const int64_t shared_bytes = plan.warps * int64_t(S::kStages) * S::kStageBytes + S::kQueryBytes;
+  launch_kernel<attention<Format, kHeadSize, kTiles, kDeterministic>>(Order::beside_predecessor, plan.grid,
+                                                                      plan.warps * kWarp, shared_bytes, launch, stream);
+}
+
+template <class Function>
+void dispatch_head_size(int head_size_class, Function&& function) {
+  switch (head_size_class) {
+    case 64: return function(std::integral_constant<int, 64>{});
+    case 128: return function(std::integral_constant<int, 128>{});
+    case 256: return function(std::integral_constant<int, 256>{});
+    default: throw std::logic_error("no attention kernel has head size " + std::to_string(head_size_class));
+  }
+}
+
+[[noreturn]] inline void fail_rows(int rows) {
+  throw std::logic_error("no attention kernel has tiles of " + std::to_string(rows) + " rows");
 }
 
 template <class T>
-void launch(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
-  const auto choose = [&](auto size) {
+void launch_sixteen_bit(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
+  dispatch_head_size(plan.head_size_class, [&](auto size) {
     constexpr int kHeadSize = decltype(size)::value;
-    if (plan.rows == 8) return launch_instance<T, kHeadSize, 1>(launch, plan, stream);
-    if (plan.rows == 16) return launch_instance<T, kHeadSize, 2>(launch, plan, stream);
+    const auto run = [&](auto tiles) {
+      constexpr int kTiles = decltype(tiles)::value;
+      if (launch.deterministic) return launch_instance<SixteenBit<T>, kHeadSize, kTiles, true>(launch, plan, stream);
+      launch_instance<SixteenBit<T>, kHeadSize, kTiles, false>(launch, plan, stream);
+    };
+    if (plan.rows == 8) return run(std::integral_constant<int, 1>{});
+    if (plan.rows == 16) return run(std::integral_constant<int, 2>{});
     if constexpr (kHeadSize <= 128) {
-      if (plan.rows == 32) return launch_instance<T, kHeadSize, 4>(launch, plan, stream);
+      if (plan.rows == 32) return run(std::integral_constant<int, 4>{});
     }
-    throw std::logic_error("no attention kernel has tiles of " + std::to_string(plan.rows) + " rows");
-  };
-  switch (plan.head_size_class) {
-    case 64: return choose(std::integral_constant<int, 64>{});
-    case 128: return choose(std::integral_constant<int, 128>{});
-    case 256: return choose(std::integral_constant<int, 256>{});
-    default: throw std::logic_error("no attention kernel has head size " + std::to_string(plan.head_size_class));
-  }
+    fail_rows(plan.rows);
+  });
+}
+
+template <class Format>
+void launch_eight_bit(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
+  dispatch_head_size(plan.head_size_class, [&](auto size) {
+    constexpr int kHeadSize = decltype(size)::value;
+    if (plan.rows == 8) return launch_instance<Format, kHeadSize, 1, false>(launch, plan, stream);
+    if (plan.rows == 16) return launch_instance<Format, kHeadSize, 2, false>(launch, plan, stream);
+    fail_rows(plan.rows);
+  });
 }
 
 }  // namespace paged_kv::cuda::mma

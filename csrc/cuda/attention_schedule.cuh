@@ -12,7 +12,6 @@
 
 namespace paged_kv::cuda {
 
-inline constexpr int kMaxAttentionThreads = 256;
 inline constexpr int kPieces = 8;  // deterministic mode: most pieces of an item
 inline constexpr int kPieceKeys = 512;  // ... and fewest keys of a piece
 inline constexpr int kMaxSplitRows = 128;  // ... sequences with more rows than this are not cut
@@ -43,6 +42,13 @@ struct Divisor {
   }
 };
 
+// Where the rows of a cache lie, in bytes, in numbers that 32 bits hold (the tensor-core kernel asks for that).
+struct NarrowCache {
+  const char* data;
+  uint32_t block_bytes, slot_bytes, head_bytes;
+  int32_t head_size;
+};
+
 // Parameters of the kernels. What a thread block needs first stands first and is narrow: constant memory is cold when a
 // launch begins, and a small batch waits for every line of it.
 struct AttentionLaunch {
@@ -53,12 +59,16 @@ struct AttentionLaunch {
   int32_t num_seqs, num_tokens, num_kv_heads, num_blocks, capacity, block_size;
   int32_t log2_block_size;  // -1: no power of two
   int32_t log2_line_tiles;  // so many tiles are one step of the line, that its length fits 31 bits
-  Divisor group;  // query heads per kv head
+  Divisor group, per_grid;  // query heads per kv head; `grid`
   int32_t window_left, window_right;  // clipped to 2^30
   int32_t grid, warps;  // of the attention launch: thread blocks, and warps of one
   int32_t max_rows;  // of an item, if max_seqlen_q is the bound it should be
   int32_t row_limit;  // sequences of more packed rows are another launch's
   bool causal, deterministic;
+  NarrowCache key_cache, value_cache;  // tensor-core kernel
+  const void* query;
+  uint32_t query_token_stride, query_head_stride;  // tensor-core kernel
+  float scale;
   Workspace workspace;
   AttentionParams params;
 };
@@ -91,40 +101,57 @@ struct Segment {
   int32_t slot;  // where the partial result goes, -1: it is the whole
 };
 
+// While the lengths are on their way: all blocks together bring the table near, if it is small.
+__device__ inline void prefetch_table(const AttentionLaunch& a) {
+  constexpr int64_t kLine = 32;  // entries
+  const int64_t line = int64_t(threadIdx.x) * gridDim.x + blockIdx.x;
+  const int64_t entries = a.num_seqs * a.table_stride;
+  if (entries > kLine * kWarp * gridDim.x || line * kLine >= entries) return;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(a.block_table + line * kLine));
+}
+
+template <int kThreads>
 struct ScheduleMemory {
-  uint32_t prefix[kMaxAttentionThreads];  // line steps before the sequences of a thread
-  uint32_t sums[kMaxAttentionThreads / kWarp];
-  Sequence first[kMaxAttentionThreads];  // each thread's first sequence
+  uint32_t prefix[kThreads];  // line steps of a warp's sequences before those of a thread
+  uint32_t sums[kThreads / kWarp];
+  Sequence first[kThreads];  // each thread's first sequence
 };
 
 template <int kRows, int kKeys, bool kDeterministic>
 class Schedule {
  public:
-  // Called by all threads.
-  __device__ Schedule(const AttentionLaunch& a, ScheduleMemory& memory) : a_(a), memory_(memory) {
-    per_thread_ = a.num_seqs > blockDim.x ? (uint32_t(a.num_seqs) + blockDim.x - 1) / blockDim.x : 1;
-    total_ = scan();
-    num_blocks_ = a.grid;
+  // Called by all threads of the thread block.
+  template <int kThreads>
+  __device__ Schedule(const AttentionLaunch& a, ScheduleMemory<kThreads>& memory)
+      : a_(a), prefix_(memory.prefix), sums_(memory.sums), first_(memory.first) {
+    first_token_ = a.num_seqs > 0 ? a.cu_seqlens_q[0] : a.num_tokens;
+    last_token_ = a.num_seqs > 0 ? a.cu_seqlens_q[a.num_seqs] : a.num_tokens;
+    few_ = a.num_seqs <= kWarp;
+    total_ = few_ ? scan_few() : scan();
+    size_ = a.grid;
     if constexpr (kDeterministic) {
       total_ = min(int64_t(total_), a.workspace.max_records);  // more: cu_seqlens_q is no prefix sum
       if (blockIdx.x == 0 && threadIdx.x == 0) *a.workspace.num_records = total_;
       share_ = larger_ = 0;
       return;
     }
-    if (total_ < a.warps * num_blocks_) num_blocks_ = (total_ + a.warps - 1) / a.warps;  // a step for each warp
-    share_ = num_blocks_ > 0 ? uint32_t(total_) / uint32_t(num_blocks_) : 0;
-    larger_ = total_ - share_ * num_blocks_;
+    share_ = a.per_grid.divide(total_);
+    if (share_ < a.warps) {  // a step for each warp
+      size_ = min(size_, (total_ + a.warps - 1) / a.warps);
+      share_ = size_ > 0 ? uint32_t(total_) / uint32_t(size_) : 0;
+    }
+    larger_ = total_ - share_ * size_;
   }
 
   // Where this block's walk begins; every warp may walk on its own, and all see the same. Steps of the line.
   __device__ int32_t start() const {
     if (kDeterministic) return blockIdx.x;
-    return int32_t(blockIdx.x) < num_blocks_ ? begin_of(blockIdx.x) : INT32_MAX;
+    return int32_t(blockIdx.x) < size_ ? begin_of(int32_t(blockIdx.x)) : INT32_MAX;
   }
 
   // Moves past the next segment. False at the end of this block's work. Called by whole warps.
   __device__ bool next(int32_t& position, Segment& s) const {
-    const int32_t end = kDeterministic ? total_ : begin_of(blockIdx.x + 1);
+    const int32_t end = kDeterministic ? total_ : begin_of(int32_t(blockIdx.x) + 1);
     if (position >= end) return false;
     int32_t offset = position;
     const Work work = find(offset);
@@ -143,7 +170,7 @@ class Schedule {
       const Work work = work_of(s.sequence);
       const bool first = s.slot >= 0 && s.tile_begin == work.first_tile;
       a_.workspace.records[position_after - int32_t(gridDim.x)] = {
-          s.slot, s.slot + 1, 1, first ? pieces_of(work) : 0, s.sequence.token, s.kv_head, s.first_row, s.rows};
+          s.slot, s.slot + 1, 1, first ? pieces_of(a_, work) : 0, s.sequence.token, s.kv_head, s.first_row, s.rows};
     }
   }
 
@@ -151,7 +178,7 @@ class Schedule {
   // Called by whole warps.
   __device__ Record shared_item(int32_t block) const {
     Record r{};
-    if (block < 1 || block >= num_blocks_) return r;
+    if (block < 1 || block >= size_) return r;
     const int32_t border = begin_of(block);
     int32_t offset = border;
     const Work work = find(offset);
@@ -165,13 +192,10 @@ class Schedule {
             s.sequence.token,    s.kv_head, s.first_row, s.rows};
   }
 
-  // While the lengths are on their way: all blocks together bring the table near, if it is small.
-  __device__ static void prefetch_table(const AttentionLaunch& a) {
-    constexpr int64_t kLine = 32;  // entries
-    const int64_t line = int64_t(threadIdx.x) * gridDim.x + blockIdx.x;
-    const int64_t entries = a.num_seqs * a.table_stride;
-    if (entries > kLine * kWarp * gridDim.x || line * kLine >= entries) return;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(a.block_table + line * kLine));
+  // Query tokens begin .. end - 1 belong to the sequences.
+  __device__ KeyRange owned_tokens() const {
+    const int32_t begin = max(0, min(first_token_, a_.num_tokens));
+    return {begin, max(begin, min(last_token_, a_.num_tokens))};
   }
 
  private:
@@ -183,78 +207,119 @@ class Schedule {
     int32_t row_tiles, first_tile, tiles, steps;
   };
 
-  __device__ Sequence sequence_at(int32_t index) const {
-    const int32_t begin = max(0, min(a_.cu_seqlens_q[index], a_.num_tokens));
-    const int32_t end = max(begin, min(a_.cu_seqlens_q[index + 1], a_.num_tokens));
-    const bool ours = (end - begin) * int32_t(a_.group.value) <= a_.row_limit;
-    return {index, begin, ours ? end - begin : 0, max(0, min(a_.seq_lens[index], a_.capacity))};
+  __device__ static Sequence sequence_at(const AttentionLaunch& a, int32_t index) {
+    const int32_t begin = max(0, min(a.cu_seqlens_q[index], a.num_tokens));
+    const int32_t end = max(begin, min(a.cu_seqlens_q[index + 1], a.num_tokens));
+    const bool ours = (end - begin) * int32_t(a.group.value) <= a.row_limit;
+    return {index, begin, ours ? end - begin : 0, max(0, min(a.seq_lens[index], a.capacity))};
   }
 
-  __device__ Work work_of(const Sequence& sequence) const {
+  __device__ static Work work_of(const AttentionLaunch& a, const Sequence& sequence) {
     Work w;
     w.sequence = sequence;
-    w.row_tiles = (sequence.q_len * int32_t(a_.group.value) + kRows - 1) / kRows;
-    const KeyRange keys = visible_to_any(a_, sequence, 0, sequence.q_len - 1);
+    w.row_tiles = (sequence.q_len * int32_t(a.group.value) + kRows - 1) / kRows;
+    const KeyRange keys = visible_to_any(a, sequence, 0, sequence.q_len - 1);
     w.first_tile = keys.begin / kKeys;
     w.tiles = max((keys.end + kKeys - 1) / kKeys - w.first_tile, 1);  // one at least: someone must write the zeros
-    w.steps = (w.tiles + (1 << a_.log2_line_tiles) - 1) >> a_.log2_line_tiles;
+    w.steps = (w.tiles + (1 << a.log2_line_tiles) - 1) >> a.log2_line_tiles;
     return w;
   }
 
-  __device__ uint32_t size_of_work(const Work& w) const {
-    const uint32_t items = uint32_t(a_.num_kv_heads) * uint32_t(w.row_tiles);
-    const uint64_t size = uint64_t(items) * uint32_t(kDeterministic ? pieces_of(w) : w.steps);
+  __device__ Work work_of(const Sequence& sequence) const { return work_of(a_, sequence); }
+
+  __device__ static uint32_t size_of_work(const AttentionLaunch& a, const Work& w) {
+    const uint32_t items = uint32_t(a.num_kv_heads) * uint32_t(w.row_tiles);
+    const uint64_t size = uint64_t(items) * uint32_t(kDeterministic ? pieces_of(a, w) : w.steps);
     return size < kMost ? uint32_t(size) : kMost;
   }
 
   // Sums stop at 2^31 - 1: reached only if cu_seqlens_q is no prefix sum, see log2_line_tiles.
   __device__ static uint32_t add(uint32_t a, uint32_t b) { return min(a + b, kMost); }
 
-  // prefix[t] = work of the sequences before those of thread t. Returns the sum.
+  // Inclusive sums over the first kLanes lanes.
+  template <int kLanes>
+  __device__ static uint32_t warp_prefix(uint32_t sum) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullMask, sum, step);
+      if (lane >= step) sum = add(sum, other);
+    }
+    return sum;
+  }
+
+  // The line's length, for no more sequences than lanes: every warp finds it by itself, and keeps a sequence a lane.
+  __device__ int32_t scan_few() {
+    const int lane = threadIdx.x % kWarp;
+    uint32_t sum = 0;
+    if (lane < a_.num_seqs) {
+      own_ = sequence_at(a_, lane);
+      sum = size_of_work(a_, work_of(own_));
+    }
+    const uint32_t inclusive = warp_prefix<kWarp>(sum);
+    before_ = inclusive - sum;
+    return int32_t(__shfl_sync(kFullMask, inclusive, kWarp - 1));
+  }
+
+  // The line's length. prefix[t] = work before that of thread t in its warp, before_ of lane w = work before warp w.
   __device__ int32_t scan() {
+    per_thread_ = a_.num_seqs > blockDim.x ? (uint32_t(a_.num_seqs) + blockDim.x - 1) / blockDim.x : 1;
     uint32_t sum = 0;
     const int32_t begin = int32_t(threadIdx.x) * per_thread_, end = min(begin + per_thread_, a_.num_seqs);
 #pragma unroll 1
     for (int32_t index = begin; index < end; ++index) {
-      const Sequence sequence = sequence_at(index);
-      if (index == begin) memory_.first[threadIdx.x] = sequence;
-      sum = add(sum, size_of_work(work_of(sequence)));
+      const Sequence sequence = sequence_at(a_, index);
+      if (index == begin) first_[threadIdx.x] = sequence;
+      sum = add(sum, size_of_work(a_, work_of(sequence)));
     }
-    uint32_t inclusive = sum;
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const uint32_t other = __shfl_up_sync(kFullMask, inclusive, step);
-      if (lane >= step) inclusive = add(inclusive, other);
-    }
-    if (lane == kWarp - 1) memory_.sums[warp] = inclusive;
+    constexpr int kMaxWarps = 8;
+    const int lane = threadIdx.x % kWarp;
+    const uint32_t inclusive = warp_prefix<kWarp>(sum);
+    prefix_[threadIdx.x] = inclusive - sum;
+    if (lane == kWarp - 1) sums_[threadIdx.x / kWarp] = inclusive;
     __syncthreads();
-    uint32_t before = 0, total = 0;
-#pragma unroll 1
-    for (int w = 0; w < blockDim.x / kWarp; ++w) {
-      if (w < warp) before = add(before, memory_.sums[w]);
-      total = add(total, memory_.sums[w]);
-    }
-    memory_.prefix[threadIdx.x] = add(before, inclusive) - sum;
-    __syncthreads();
-    return int32_t(total);
+    const uint32_t own = lane < blockDim.x / kWarp ? sums_[lane] : 0;
+    const uint32_t with_own = warp_prefix<kMaxWarps>(own);
+    before_ = lane < blockDim.x / kWarp ? with_own - own : kMost;
+    return int32_t(__shfl_sync(kFullMask, with_own, kMaxWarps - 1));
   }
 
   // The sequence that `offset` falls into; the offset becomes relative to it. Called by whole warps.
   __device__ Work find(int32_t& offset) const {
-    int count = 0;
+    // The last that begins at or before the offset: those after it begin later or, without work, not before.
+    const auto last_at_or_before = [&](uint32_t begin) {
+      return 31 - __clz(int(__ballot_sync(kFullMask, begin <= uint32_t(offset))));
+    };
+    const int warp = last_at_or_before(before_);  // few_: the sequence
+    offset -= int32_t(__shfl_sync(kFullMask, before_, warp));
+    if (few_) {
+      const auto from = [&](int32_t value) { return __shfl_sync(kFullMask, value, warp); };
+      return work_of({warp, from(own_.token), from(own_.q_len), from(own_.seq_len)});
+    }
+    const uint32_t begin = prefix_[warp * kWarp + threadIdx.x % kWarp];
+    const int lane = last_at_or_before(begin);
+    offset -= int32_t(__shfl_sync(kFullMask, begin, lane));
+    Sequence sequence = first_[warp * kWarp + lane];
+    if (per_thread_ > 1) {
+      const Place place = walk(a_, {sequence, offset});
+      sequence = place.sequence;
+      offset = place.offset;
+    }
+    return work_of(sequence);
+  }
+
+  struct Place {
+    Sequence sequence;
+    int32_t offset;  // on the line, from the sequence's begin
+  };
+
+  // From a sequence and an offset, perhaps past its end, to the sequence that the offset falls into.
+  __device__ __noinline__ static Place walk(const AttentionLaunch& a, Place place) {
 #pragma unroll 1
-    for (int thread = threadIdx.x % kWarp; thread < blockDim.x; thread += kWarp)
-      count += memory_.prefix[thread] <= uint32_t(offset);
-    const int thread = int(__reduce_add_sync(kFullMask, unsigned(count))) - 1;  // the last that begins before
-    offset -= int32_t(memory_.prefix[thread]);
-    Work work = work_of(memory_.first[thread]);
-    if (per_thread_ == 1) return work;
-#pragma unroll 1
-    for (uint32_t size; uint32_t(offset) >= (size = size_of_work(work));
-         work = work_of(sequence_at(work.sequence.index + 1)))
-      offset -= int32_t(size);
-    return work;
+    for (uint32_t size; uint32_t(place.offset) >= (size = size_of_work(a, work_of(a, place.sequence)));
+         place.sequence = sequence_at(a, place.sequence.index + 1))
+      place.offset -= int32_t(size);
+    return place;
   }
 
   // Where the part of block `block` begins on the line: the first `larger_` parts have a step more.
@@ -278,19 +343,19 @@ class Schedule {
 
   // ---- Deterministic mode ----
 
-  __device__ int32_t steps_per_piece(const Work& w) const {
-    if (w.sequence.q_len * int32_t(a_.group.value) > kMaxSplitRows) return w.steps;
+  __device__ static int32_t steps_per_piece(const AttentionLaunch& a, const Work& w) {
+    if (w.sequence.q_len * int32_t(a.group.value) > kMaxSplitRows) return w.steps;
     const int32_t pieces = min((w.tiles * kKeys + kPieceKeys - 1) / kPieceKeys, kPieces);
     return (w.steps + pieces - 1) / pieces;
   }
 
-  __device__ int32_t pieces_of(const Work& w) const {
-    const int32_t steps = steps_per_piece(w);
+  __device__ static int32_t pieces_of(const AttentionLaunch& a, const Work& w) {
+    const int32_t steps = steps_per_piece(a, w);
     return (w.steps + steps - 1) / steps;
   }
 
   __device__ bool next_piece(int32_t& position, int32_t offset, const Work& work, Segment& s) const {
-    const int32_t pieces = pieces_of(work), steps = steps_per_piece(work);
+    const int32_t pieces = pieces_of(a_, work), steps = steps_per_piece(a_, work);
     const int32_t item = offset / pieces, piece = offset - item * pieces;
     place(s, work, item, piece * steps, min(work.steps, (piece + 1) * steps));
     s.slot = pieces == 1 ? -1 : position;
@@ -299,10 +364,16 @@ class Schedule {
   }
 
   const AttentionLaunch& a_;
-  ScheduleMemory& memory_;
+  uint32_t* prefix_;  // see ScheduleMemory
+  uint32_t* sums_;
+  Sequence* first_;
   int32_t total_;  // steps of the line
   int32_t share_, larger_;  // steps of a part; how many parts have one more
-  int32_t per_thread_, num_blocks_;
+  int32_t per_thread_ = 1, size_;  // sequences of a thread, blocks with work
+  uint32_t before_;  // line steps before sequence l (few_) or before those of warp l, l being the lane
+  Sequence own_{};  // few_: sequence l
+  int32_t first_token_, last_token_;
+  bool few_;
 };
 
 }  // namespace paged_kv::cuda

@@ -20,23 +20,66 @@ inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel)
 struct Device {
   int num_sms = 0;
   int shared_bytes = 0;  // that one thread block may ask for
+  int compute_capability = 0;  // 90 = 9.0
 };
 
-// Properties of the current device, asked for once. Two threads may both ask: they store the same values.
-inline const Device& current_device() {
-  constexpr int kMaxDevices = 64;
-  static Device devices[kMaxDevices];
+inline constexpr int kMaxDevices = 64;
+
+inline int current_device_index() {
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
   if (index >= kMaxDevices) throw std::runtime_error("device index must be below 64, got " + std::to_string(index));
+  return index;
+}
+
+// Properties of the current device, asked for once. Two threads may both ask: they store the same values.
+inline const Device& current_device() {
+  static Device devices[kMaxDevices];
+  const int index = current_device_index();
   Device& device = devices[index];
   if (device.num_sms == 0) {
     check(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "attribute");
+    int major = 0, minor = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "attribute");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "attribute");
+    device.compute_capability = 10 * major + minor;
     int num_sms = 0;
     check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index), "attribute");
     device.num_sms = num_sms;
   }
   return device;
+}
+
+enum class Order { after_predecessor, beside_predecessor };
+
+// Launches a kernel. `beside_predecessor`: it comes up while its predecessor runs, if it was compiled to wait for it
+// (wait_for_predecessor; every thread must).
+template <auto kKernel, class Params>
+void launch_in_order(Order order, dim3 grid, dim3 block, int64_t shared_bytes, const Params& params,
+                     cudaStream_t stream, const char* op) {
+  struct Known {
+    bool asked = false, waits = false;
+    int64_t shared_bytes = 0;
+  };
+  static Known devices[kMaxDevices];  // of this kernel
+  Known& known = devices[current_device_index()];
+  if (!known.asked || known.shared_bytes < shared_bytes) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kKernel), op);
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), op);
+    known = {true, attributes.ptxVersion >= 90, shared_bytes};
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = size_t(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = order == Order::beside_predecessor && known.waits ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kKernel, params), op);
 }
 
 inline int64_t divide_up(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }

@@ -20,6 +20,11 @@ __device__ inline void copy_async(uint32_t target, const void* source, bool vali
                "r"(valid ? 16 : 0), "l"(policy));
 }
 
+// 4 bytes likewise.
+__device__ inline void copy_word_async(uint32_t target, const void* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(valid ? 4 : 0));
+}
+
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
 template <int kPending>

@@ -15,28 +15,61 @@ int64_t round_up(int64_t value, int64_t unit) { return divide_up(value, unit) * 
 
 // ---- Policy ----
 
-// Does the tensor-core kernel take the call? It reads rows in chunks of 16 bytes.
+bool in_32_bits(int64_t value) { return value >= 0 && value < int64_t(1) << 32; }
+
+// Do offsets of 32 bits reach all of a block?
+bool is_narrow(const Cache& cache, const AttentionParams& p) {
+  constexpr int64_t kMost = int64_t(1) << 31;
+  const auto small = [](int64_t value) { return value >= 0 && value < kMost; };
+  return in_32_bits(size_of(cache.dtype) * cache.block_stride) && small(cache.slot_stride) &&
+         small(cache.head_stride) && small(p.block_size) && small(p.num_kv_heads) &&
+         double(cache.slot_stride) * double(p.block_size) + double(cache.head_stride) * double(p.num_kv_heads) <
+             double(kMost / 2);
+}
+
+// Does the tensor-core kernel take a cache? It reads rows in chunks of 16 bytes.
+bool fits_tensor_cores(const Cache& cache, const AttentionParams& p) {
+  const int64_t unit = 16 / size_of(cache.dtype);
+  return cache.head_size <= 256 && cache.head_size % unit == 0 && cache.block_stride % unit == 0 &&
+         cache.slot_stride % unit == 0 && cache.head_stride % unit == 0 &&
+         reinterpret_cast<intptr_t>(cache.data) % 16 == 0 && is_narrow(cache, p);
+}
+
+// ... a call? 8-bit caches are expanded to float16, whatever 16-bit dtype the queries have.
 bool fits_tensor_cores(const AttentionParams& p) {
-  const auto fits = [&](const Cache& cache) {
-    return cache.dtype == p.query_dtype && cache.scale.kind == ScaleKind::none && cache.head_size <= 256 &&
-           cache.head_size % 8 == 0 && cache.block_stride % 8 == 0 && cache.slot_stride % 8 == 0 &&
-           cache.head_stride % 8 == 0 && reinterpret_cast<intptr_t>(cache.data) % 16 == 0;
-  };
-  return p.query_dtype != DType::float32 && p.mask.kind == MaskKind::none && fits(p.key_cache) && fits(p.value_cache) &&
-         p.query_token_stride % 2 == 0 && p.query_head_stride % 2 == 0 && reinterpret_cast<intptr_t>(p.query) % 4 == 0;
+  const DType dtype = p.key_cache.dtype;
+  if (p.query_dtype == DType::float32 || p.mask.kind != MaskKind::none || p.value_cache.dtype != dtype) return false;
+  if (!fits_tensor_cores(p.key_cache, p) || !fits_tensor_cores(p.value_cache, p)) return false;
+  const bool eight_bit = size_of(dtype) == 1;
+  if (eight_bit) {
+    if (p.deterministic) return false;
+    if (dtype == DType::float8_e4m3fn && current_device().compute_capability < 89) return false;
+  } else if (dtype != p.query_dtype || p.key_cache.scale.kind != ScaleKind::none ||
+             p.value_cache.scale.kind != ScaleKind::none) {
+    return false;
+  }
+  const int64_t unit = eight_bit ? 4 : 2;  // elements of queries that are read at once
+  return p.query_token_stride % unit == 0 && p.query_head_stride % unit == 0 &&
+         reinterpret_cast<intptr_t>(p.query) % (2 * unit) == 0 && in_32_bits(p.query_token_stride) &&
+         in_32_bits(p.query_head_stride * p.num_heads);
 }
 
 // Packed rows of an item: no more than a step's longest sequence has, and what registers hold.
 int rows_for(const AttentionParams& p, int head_size_class) {
   const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
   if (rows <= 8) return 8;
-  return rows <= 16 || head_size_class == 256 ? 16 : 32;
+  return rows <= 16 || head_size_class == 256 || size_of(p.key_cache.dtype) == 1 ? 16 : 32;
 }
 
-// Warps of a thread block of the tensor-core kernel, by the stages that shared memory holds: see mma::Shape.
-int mma_warps(int head_size_class, int64_t shared_bytes) {
+// Thread blocks of the tensor-core kernel that one SM has room for: see mma::Shape.
+int mma_blocks(const AttentionParams& p, const AttentionPlan& plan) {
+  return size_of(p.key_cache.dtype) == 1 && plan.rows == 8 ? 3 : 2;
+}
+
+// Warps of a thread block, by the stages that shared memory holds.
+int mma_warps(int head_size_class, int blocks, int64_t shared_bytes) {
   const int most = head_size_class <= 128 ? 4 : 2;
-  const int64_t warp_bytes = head_size_class <= 128 ? 24 * 1024 : 48 * 1024;
+  const int64_t warp_bytes = (blocks == 3 ? 16 : 24) * 1024 * (head_size_class <= 128 ? 1 : 2);
   const int64_t fit = (shared_bytes - kFixedSharedBytes) / warp_bytes;
   return int(fit < 1 ? 1 : fit < most ? fit : most);
 }
@@ -93,10 +126,20 @@ void launch_general(const AttentionLaunch& launch, const AttentionPlan& plan, cu
   run(Order::after_predecessor, plan.grid, general::kThreads, shared_bytes, launch, stream);
 }
 
+void launch_mma(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
+  switch (launch.params.key_cache.dtype) {
+    case DType::float16: return launch_mma_float16(launch, plan, stream);
+    case DType::bfloat16: return launch_mma_bfloat16(launch, plan, stream);
+    case DType::float8_e4m3fn: return launch_mma_float8_e4m3fn(launch, plan, stream);
+    case DType::float8_e5m2: return launch_mma_float8_e5m2(launch, plan, stream);
+    case DType::int8: return launch_mma_int8(launch, plan, stream);
+    default: throw std::logic_error("the tensor-core kernel takes no cache of float32");
+  }
+}
+
 void launch_attention(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
   const int64_t head_size_v = launch.params.value_cache.head_size;
-  if (plan.tensor_cores && launch.params.query_dtype == DType::float16) return launch_mma_float16(launch, plan, stream);
-  if (plan.tensor_cores) return launch_mma_bfloat16(launch, plan, stream);
+  if (plan.tensor_cores) return launch_mma(launch, plan, stream);
   if (head_size_v <= 4 * kWarp) return launch_general<4>(launch, plan, stream);
   if (head_size_v <= 18 * kWarp) return launch_general<18>(launch, plan, stream);
   throw std::invalid_argument("head_size_v must be at most 576, got " + std::to_string(head_size_v));
@@ -116,8 +159,9 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   const int64_t size = key_size > value_size ? key_size : value_size;
   plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
   plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class) : general::kRows;
-  plan.grid = device.num_sms * (plan.tensor_cores ? 2 : 3);
-  plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, device.shared_bytes) : general::kWarps;
+  const int blocks = plan.tensor_cores ? mma_blocks(params, plan) : 3;
+  plan.grid = device.num_sms * blocks;
+  plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, blocks, device.shared_bytes) : general::kWarps;
   Workspace& w = plan.workspace;
   w.row_stride = int32_t(round_up(value_size, 4));
   w.slot_floats = int64_t(plan.rows) * (2 + w.row_stride);
@@ -125,6 +169,12 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   plan.num_slots = params.deterministic ? w.max_records : 2 * plan.grid;
   plan.bytes = kHeaderBytes + w.max_records * int64_t(sizeof(Record)) + 4 * plan.num_slots * w.slot_floats;
   return plan;
+}
+
+NarrowCache narrow(const Cache& cache) {
+  const int64_t bytes = size_of(cache.dtype);
+  return {static_cast<const char*>(cache.data), uint32_t(bytes * cache.block_stride),
+          uint32_t(bytes * cache.slot_stride), uint32_t(bytes * cache.head_stride), int32_t(cache.head_size)};
 }
 
 AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
@@ -147,11 +197,20 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
   a.grid = plan.grid;
+  a.per_grid = divisor_of(uint32_t(plan.grid));
   a.warps = plan.warps;
   const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
   a.max_rows = int32_t(rows < 1 ? 1 : rows < plan.rows ? rows : plan.rows);
   a.causal = p.causal;
   a.deterministic = p.deterministic;
+  if (plan.tensor_cores) {
+    a.key_cache = narrow(p.key_cache);
+    a.value_cache = narrow(p.value_cache);
+    a.query = p.query;
+    a.query_token_stride = uint32_t(p.query_token_stride);
+    a.query_head_stride = uint32_t(p.query_head_stride);
+    a.scale = p.scale;
+  }
   a.params = p;
   char* memory = static_cast<char*>(p.workspace);
   a.workspace = plan.workspace;

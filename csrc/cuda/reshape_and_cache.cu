@@ -71,17 +71,19 @@ __device__ Vector<Stored, kVector> convert_unscaled(const Vector<Source, kVector
 // is done once. Threads along x hold neighbouring vectors of a token, along y neighbouring tokens.
 template <class Source, class Stored, int kVector>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Params p) {
+  let_dependents_start();  // attention comes up meanwhile, and waits
   const int position = blockIdx.y * blockDim.x + threadIdx.x;
   const int key_positions = p.num_kv_heads * p.key.vectors_per_head;
   const bool is_key = position < key_positions;
   const Side& side = is_key ? p.key : p.value;
   const int index = is_key ? position : position - key_positions;
-  if (index >= p.num_kv_heads * side.vectors_per_head) return;
+  if (index >= p.num_kv_heads * side.vectors_per_head) return wait_for_predecessor();
   const int64_t head = index / side.vectors_per_head;
   const int64_t element = int64_t(index % side.vectors_per_head) * kVector;
   const Source* source = static_cast<const Source*>(side.source) + head * side.head_stride + element;
   Stored* stored = static_cast<Stored*>(side.cache.data) + head * side.cache.head_stride + element;
 
+  wait_for_predecessor();
   const int64_t first = (int64_t(blockIdx.x) * blockDim.y + threadIdx.y);
   const int64_t step = int64_t(gridDim.x) * blockDim.y;
   int64_t slots[kTokensPerThread];
@@ -107,6 +109,8 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Pa
 // Scales made on the fly: one warp per (token, side, head) finds the absolute maximum, then stores the scaled row.
 template <class Source, class Stored>
 __global__ void __launch_bounds__(kThreads) quantise_rows(const __grid_constant__ Params p) {
+  let_dependents_start();
+  wait_for_predecessor();
   const int64_t warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
   const int64_t row = warp / 2;
@@ -161,7 +165,8 @@ void launch_copy(Params p, cudaStream_t stream) {
   const int64_t blocks =
       least * columns >= spread ? least : (most * columns < spread ? most : divide_up(spread, columns));
   const dim3 grid(unsigned(blocks < least ? least : blocks), unsigned(columns));
-  copy_rows<Source, Stored, kVector><<<grid, dim3(unsigned(width), unsigned(rows)), 0, stream>>>(p);
+  launch_in_order<copy_rows<Source, Stored, kVector>>(
+      Order::beside_predecessor, grid, dim3(unsigned(width), unsigned(rows)), 0, p, stream, "reshape_and_cache");
 }
 
 template <class Source, class Stored>
@@ -169,7 +174,9 @@ void launch(const Params& p, cudaStream_t stream) {
   if (p.key.cache.scale.kind == ScaleKind::per_slot || p.value.cache.scale.kind == ScaleKind::per_slot) {
     if constexpr (sizeof(Stored) == 1) {
       const int64_t warps = p.num_tokens * p.num_kv_heads * 2;
-      quantise_rows<Source, Stored><<<unsigned(divide_up(warps * kWarp, kThreads)), kThreads, 0, stream>>>(p);
+      launch_in_order<quantise_rows<Source, Stored>>(Order::beside_predecessor,
+                                                     dim3(unsigned(divide_up(warps * kWarp, kThreads))), dim3(kThreads),
+                                                     0, p, stream, "reshape_and_cache");
       return;
     }
     throw std::invalid_argument("key_scale must be per tensor or per head for a cache of 16 or 32 bits, got per slot");
@@ -195,7 +202,6 @@ void reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream)
       launch<typename decltype(source)::type, typename decltype(stored)::type>(p, stream);
     });
   });
-  check_launch("reshape_and_cache");
 }
 
 }  // namespace paged_kv::cuda

@@ -9,10 +9,8 @@ from typing import Any
 
 from transformers import DynamicCache
 
+from torch_paged_kv.integrations.generation import CACHE_NAMES, PREPARE, tell_length
 from torch_paged_kv.integrations.transformers import PagedKVCache
-
-_NAMES = {"cache", "past_key_values"}  # of a cache among generate's arguments, in newer and older releases
-_PREPARE = "_prepare_cache_for_generation"  # what generate calls on the model to make its cache
 
 
 def patch(model: Any, **arguments: Any) -> None:
@@ -28,15 +26,15 @@ def patch(model: Any, **arguments: Any) -> None:
     Raises:
         TypeError: the model cannot generate.
     """
-    prepare = getattr(type(model), _PREPARE, None)
+    prepare = getattr(type(model), PREPARE, None)
     if prepare is None:
         raise TypeError(f"model must be one that can generate, got {type(model).__name__}")
 
     @functools.wraps(prepare)
     def prepare_paged(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        given = {name for name in _NAMES if model_kwargs.get(name) is not None}
+        given = {name for name in CACHE_NAMES if model_kwargs.get(name) is not None}
         prepare(model, generation_config, model_kwargs, *args, **kwargs)
-        for name in _NAMES - given:
+        for name in set(CACHE_NAMES) - given:
             made = model_kwargs.get(name)
             if made is None or not _replaces(generation_config):
                 continue
@@ -45,28 +43,29 @@ def patch(model: Any, **arguments: Any) -> None:
                 model_kwargs[name] = paged
             elif type(getattr(made, "self_attention_cache", None)) is DynamicCache:
                 made.self_attention_cache = paged
+            tell_length(paged, generation_config, *args, **kwargs)
             if getattr(generation_config, "is_assistant", False):
                 paged.activate_past_recording()
 
-    setattr(model, _PREPARE, prepare_paged)
+    setattr(model, PREPARE, prepare_paged)
 
 
 def unpatch(model: Any) -> None:
     """Undo :func:`patch`; nothing to do for a model that is not patched."""
-    vars(model).pop(_PREPARE, None)
+    vars(model).pop(PREPARE, None)
 
 
 @contextlib.contextmanager
 def paged(model: Any, **arguments: Any) -> Iterator[Any]:
     """:func:`patch` for the length of a ``with`` block, also if it ends with an exception."""
-    before = vars(model).get(_PREPARE)
+    before = vars(model).get(PREPARE)
     patch(model, **arguments)
     try:
         yield model
     finally:
         unpatch(model)
         if before is not None:
-            setattr(model, _PREPARE, before)
+            setattr(model, PREPARE, before)
 
 
 def _replaces(generation_config: Any) -> bool:

@@ -28,7 +28,8 @@ from transformers import DynamicCache, masking_utils, modeling_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from torch_paged_kv import cache as core
-from torch_paged_kv.integrations import families
+from torch_paged_kv.integrations import families, generation
+from torch_paged_kv.scales import Scales
 from torch_paged_kv.step import Step
 from torch_paged_kv.storage import KVPool
 
@@ -58,7 +59,7 @@ def _count(path: str) -> None:
         _counts[path] += 1
 
 
-@dataclass
+@dataclass(slots=True)
 class Handle:
     """What the key tensor returned by ``update`` carries."""
 
@@ -87,8 +88,8 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether generate may compile the decode steps: a pool of given size, and Transformers 5."""
-        return self.owner.is_sized and VERSION >= (5,)
+        """As the cache."""
+        return self.owner.is_compileable
 
     def __init__(self, owner: PagedKVCache, index: int, window: int | None) -> None:
         self._owner = weakref.ref(owner)  # a strong one would keep a dropped cache, and its blocks, until the next gc
@@ -136,7 +137,8 @@ class PagedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values; return what the model's attention shall be given."""
-        return self.owner.update_layer(self, key_states, value_states)
+        owner = self.owner
+        return owner.update(key_states, value_states, owner.layers.index(self))
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Number of key positions with the coming ones, and the first of them."""
@@ -153,10 +155,12 @@ class PagedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def offload(self) -> None:
-        """Refused."""
-        raise NotImplementedError("PagedKVCache does not offload layers")
+        """Move the keys and values to host memory. Attention moves them back if :meth:`prefetch` has not."""
+        self.owner.move_out(self.index)
 
-    prefetch = offload
+    def prefetch(self) -> None:
+        """Move the keys and values back to the layer's device."""
+        self.owner.move_in(self.index)
 
 
 class PagedKVCache(core.PagedKVCache, DynamicCache):
@@ -171,7 +175,11 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         num_tokens: size of the pool in tokens of one sequence.
         bytes: size of the pool in bytes (needs ``config``).
         fraction: size of the pool as a share of the memory that is free at the first update (needs ``config``).
-        dtype: of the stored keys and values (float32, float16, bfloat16). None: that of the first key.
+        dtype: of the stored keys and values (float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8). None: that
+            of the first key, or of ``pool``.
+        scales: of an 8-bit cache. "per_slot": made for every slot and head as it is stored; :class:`StaticScales`:
+            fixed ones, see :func:`torch_paged_kv.calibrate`; None: stored as it is, saturated (float8 alone). "auto" is
+            "per_slot" for 8-bit dtypes.
         pool: the pool of another cache of the same model, to share its blocks.
         mode: "auto" takes the direct path where the model can; "direct" and "gather" choose.
 
@@ -188,6 +196,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         bytes: int | None = None,
         fraction: float | None = None,
         dtype: torch.dtype | None = None,
+        scales: Scales = "auto",
         pool: KVPool | None = None,
         mode: str = "auto",
     ) -> None:
@@ -204,12 +213,14 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             bytes=bytes,
             fraction=fraction,
             dtype=dtype,
+            scales=scales,
             pool=pool,
         )
         transformers.Cache.__init__(self, layers=layers)
         self._mode = mode
         self._direct = mode != "gather"
         self._config: Any = None
+        self._text_config: Any = None
         if config is not None:
             self._take_config(config)
 
@@ -230,24 +241,27 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         Returns:
             What the layer's attention function takes: the new ones with a handle on the key, or gathered ones.
         """
-        while self._windows is None and len(self.layers) <= layer_idx:
-            self.layers.append(PagedLayer(self, len(self.layers), None))
-        layer = self.layers[layer_idx]
-        if isinstance(layer, PagedLayer):
-            return self.update_layer(layer, key_states, value_states)
-        states: tuple[Tensor, Tensor] = DynamicCache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
-        return states
-
-    def update_layer(self, layer: PagedLayer, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`update` for a paged layer."""
-        self._check_pending(layer)
-        step = self.write(layer.index, key_states.detach(), value_states.detach())
+        layers = self.layers
+        while self._windows is None and len(layers) <= layer_idx:
+            layers.append(PagedLayer(self, len(layers), None))
+        layer = layers[layer_idx]
+        if not isinstance(layer, PagedLayer):
+            states: tuple[Tensor, Tensor]
+            states = DynamicCache.update(self, key_states, value_states, layer_idx, *args, **kwargs)
+            return states
+        progress = self._progress
+        if progress.pending is not None:
+            self._check_pending(layer)
+        key = key_states.detach()
+        step = self.write(layer.index, key, value_states.detach() if value_states.requires_grad else value_states)
         if not self._direct:
             _count("gathered")
             key, value = self.gather(layer.index)
             return _without_backward(key, key_states), _without_backward(value, value_states)
-        key = key_states.view_as(key_states)  # an object of its own to carry the handle
-        key._paged_kv = self._progress.pending = Handle(self, layer, step)  # type: ignore[attr-defined]
+        if key_states.requires_grad:
+            key = key_states.view_as(key_states)
+        # `key` is an object of its own, so that nothing else carries the handle.
+        key._paged_kv = progress.pending = Handle(self, layer, step)  # type: ignore[attr-defined]
         return key, value_states
 
     def attention(
@@ -277,19 +291,20 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         if position_bias is not None:
             raise ValueError('position_bias must be None on the direct path: use PagedKVCache(config, mode="gather")')
         self._progress.pending = None
-        _count("direct")
-        layer = handle.layer
+        layer, step = handle.layer, handle.step
+        if step.eager:
+            _counts["direct"] += 1
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is not None and attention_mask.shape[0] == 0:
             attention_mask, causal = None, True  # what make_mask says of a causal mask
         window = sliding_window if self._config is None else layer.window
-        if attention_mask is None and causal and self._padding_attends(handle.step):
+        if attention_mask is None and causal and step.num_new is not None and self._padding_attends(step):
             attention_mask = self._visible(query.shape[2], window).to(query.device)
         sinks = sinks if s_aux is None else s_aux
         out = self.attend(
-            handle.step,
+            step,
             layer.index,
-            query.detach(),
+            query.detach() if query.requires_grad else query,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             causal=causal,
             window=window,
@@ -331,9 +346,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
 
         So it is everywhere in Transformers: generate takes the token after a right-padded prompt from such a position.
         """
-        if step.num_new is None or torch.compiler.is_compiling():
-            return False
-        return step.order is not None or self.seen > step.length
+        return step.eager and (step.order is not None or self.seen > step.length)
 
     def _visible(self, length: int, window: int | None) -> Tensor:
         """Which positions the last ``length`` ones see: bool ``[num_seqs, 1, length, seen]`` on the CPU."""
@@ -355,6 +368,12 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         self._choose_path()  # the model's attention implementation may have been set since
         self.announce(length)
         return KeyLength(self._mirror(exact=length > 1).seen + length, self), 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate may compile the decode steps: asked several times a step, so not of every paged layer."""
+        sized = bool(self.layers) and self.is_sized and not self._spread and VERSION >= (5,)
+        return sized and all(layer.is_compileable for layer in self._other_layers())
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Number of key positions with the coming ones, and the first of them."""
@@ -454,10 +473,26 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
 
     # ---- within ---------------------------------------------------------------------------------------------------
 
+    def _add_layer(self, layer: int, key: Tensor, value: Tensor) -> None:
+        core.PagedKVCache._add_layer(self, layer, key, value)
+        shared: int | None = getattr(self._text_config, "num_kv_shared_layers", None)
+        if self._spread and self._direct and shared:
+            # A later layer would be given a copy of the keys on its own device, and the copy has no handle.
+            raise ValueError(
+                f"key must be on {self.pool.device} like those of the other layers, as layers share keys and values, "
+                f'got {key.device}: use PagedKVCache(config, mode="gather")'
+            )
+
     def _blank(self) -> PagedKVCache:
         size = self._size if self._pool is None else {}
         blank = PagedKVCache(
-            self._config, block_size=self.block_size, dtype=self.dtype, pool=self._pool, mode=self._mode, **size
+            self._config,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            scales=self.scales,
+            pool=self._pool,
+            mode=self._mode,
+            **size,
         )
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer):
@@ -486,12 +521,13 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             self.layers.extend(layers)
             if layers:
                 self._set_windows([layer.window for layer in layers if isinstance(layer, PagedLayer)])
-        self._config = config
+        self._config, self._text_config = config, config.get_text_config(decoder=True)
+        self._is_gathered = bool(GATHERED_MODELS & {config.model_type, self._text_config.model_type})
         self._choose_path()
 
     def _choose_path(self) -> None:
         if self._mode == "auto" and self._config is not None and not torch.compiler.is_compiling():
-            self._direct = not _needs_gather(self._config)
+            self._direct = not (self._is_gathered or _needs_gather(self._text_config._attn_implementation))
 
     def _other_layers(self) -> Iterable[Any]:
         return (layer for layer in self.layers if not isinstance(layer, PagedLayer))
@@ -499,9 +535,9 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     def _check_pending(self, layer: PagedLayer) -> None:
         """Whether the last layer that wrote has attended. One left over from a forward that failed is forgotten."""
         progress = self._progress
-        pending: Handle | None = progress.pending
+        pending: Handle = progress.pending
         progress.pending = None
-        if pending is None or (layer.index == 0 and pending.layer.index != len(self._places) - 1):
+        if layer.index == 0 and pending.layer.index != len(self._places) - 1:
             return
         if self._mode == "auto" and self._config is None and self.seen == pending.step.length:
             # A model that never asked for a mask, in its first step: the new keys and values were all there are, so its
@@ -514,14 +550,11 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         )
 
 
-def _needs_gather(config: Any) -> bool:
-    text_config = config.get_text_config(decoder=True)
-    attention = text_config._attn_implementation
+def _needs_gather(attention: str | None) -> bool:
+    """Whether an attention implementation must be given gathered keys and values."""
     if attention == "eager" and not hasattr(modeling_utils.AttentionInterface, "get_interface"):
         return True  # before Transformers 5 eager attention is not looked up
-    if attention not in REPLACED_ATTENTION:
-        return True  # a function of the user's own, whose meaning we do not know
-    return bool(GATHERED_MODELS & {config.model_type, text_config.model_type})
+    return attention not in REPLACED_ATTENTION  # a function of the user's own, whose meaning we do not know
 
 
 # ---- the two seams ------------------------------------------------------------------------------------------------
@@ -554,19 +587,27 @@ def _attend(
     if query.shape[2] != handle.step.length:  # cross attention: what the encoder gave, written once, is all there is
         handle.cache.forgo(handle)
         return original(module, query, key, value, attention_mask, **kwargs)
-    if _needs_dense(module, kwargs):
+    if _needs_dense(module, kwargs, handle.step):
         dense = handle.cache.dense(handle, query, attention_mask, kwargs.get("sliding_window"))
         return original(module, query, *dense, **kwargs)
     return handle.cache.attention(handle, module, query, attention_mask, **kwargs)
 
 
-def _needs_dense(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
+def _needs_dense(module: torch.nn.Module, arguments: dict[str, Any], step: Step) -> bool:
     """Whether something is asked of a layer that only its own implementation has: attention weights, dropout."""
     config = getattr(module, "config", None)
-    implementation = getattr(config, "_attn_implementation", None)
-    if arguments.get("output_attentions") or getattr(config, "output_attentions", False) or _collects_weights():
-        return implementation == "eager"
-    return bool(arguments.get("dropout")) and implementation in ("eager", "sdpa")
+    if arguments.get("output_attentions") or _config_asks_weights(config, step) or _collects_weights():
+        return getattr(config, "_attn_implementation", None) == "eager"
+    return bool(arguments.get("dropout")) and getattr(config, "_attn_implementation", None) in ("eager", "sdpa")
+
+
+def _config_asks_weights(config: Any, step: Step) -> bool:
+    """``config.output_attentions``, read once a step: a config's attributes are slow to read."""
+    if not step.eager:
+        return getattr(config, "output_attentions", False)
+    if step.asked is None or step.asked[0] is not config:
+        step.asked = (config, bool(getattr(config, "output_attentions", False)))
+    return step.asked[1]
 
 
 def _collects_weights() -> bool:
@@ -628,3 +669,4 @@ _give_out_behind(
     modeling_utils.AttentionInterface,
     "get_interface" if hasattr(modeling_utils.AttentionInterface, "get_interface") else "__getitem__",
 )
+generation.tell_lengths()
