@@ -28,8 +28,7 @@ struct Shape {
   static constexpr int kRows = rows_of(kHeadSize);
   static constexpr int kConsumers = kRows / 64;  // warpgroups
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-  static constexpr int kKeys = kHeadSize == 256 ? 80 : kHeadSize == 128 ? 96 : 128;  // of a tile
-  static constexpr bool kAhead = kHeadSize == 128;  // registers for the scores of two tiles
+  static constexpr int kKeys = kHeadSize == 64 ? 128 : 80;  // of a tile: what registers hold beside the sums
   static constexpr int kBoxes = kKeys / kBoxKeys;
   static constexpr int kPanels = kHeadSize / 64;  // a panel: 64 dims of all rows, 128 bytes a row
   static constexpr int kStages = kHeadSize == 256 ? 2 : 4;
@@ -40,8 +39,8 @@ struct Shape {
   static constexpr int kQueryPanelBytes = kRows * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kSharedBytes = 1024 + kQueryStages * kQueryBytes + 2 * kStages * kTileBytes;  // 1024 to align
-  static constexpr int kFeederRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kFeederRegisters = kHeadSize == 64 ? 32 : kHeadSize == 128 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kHeadSize == 64 ? 160 : kHeadSize == 128 ? 152 : 232;
   static constexpr uint32_t kAllMapped = (1u << kBoxes) - 1;
 };
 
@@ -168,7 +167,7 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers
   const int lane = threadIdx.x % kWarp;
   const int32_t kv_heads = int32_t(a.params.num_kv_heads);
   wait_for_predecessor();
-  const int32_t num_units = *reinterpret_cast<const volatile int32_t*>(&a.header->num_tiles) * kv_heads;
+  const int32_t num_units = int32_t(blockIdx.x) < a.header->num_blocks ? a.header->num_tiles * kv_heads : 0;
   int32_t unit = __shfl_sync(kFullMask, take_unit(a), 0), word = read_tile(a, unit, num_units);
   Ring<S::kStages> keys;
   Ring<kItems> ring;
@@ -532,9 +531,9 @@ class Consumer {
   // The scores of a tile, once the product is done: their stage is free, hidden ones are -inf, their base is known.
   __device__ void examine(float (&scores)[kScores], Softmax& softmax, const Rows& rows, int tile, float factor) {
     pin(scores);
-    const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[examined_ring_.stage]);
-    release(barriers_.key_empty(examined_ring_.stage));
-    examined_ring_.advance();
+    const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[key_ring_.stage]);
+    release(barriers_.key_empty(key_ring_.stage));
+    key_ring_.advance();
     to_logits(scores, rows, tile, mapped);
     softmax.follow(scores, factor);
   }
@@ -559,52 +558,22 @@ class Consumer {
     await_turn();
     begin_products();
     multiply_keys(scores, queries, key_ring_.stage);
-    key_ring_.advance();
     begin_products();
     multiply_values(out, weights, value_ring_.stage);
     pass_turn();
     wait_for_products<1>();
-    finish_tile<0>(scores, weights, out, softmax, rows, tile, factor, true);
-  }
-
-  // The same with one more product under way: the scores of the tile after next are made while those of this tile become
-  // weights, then O += P V of this tile.
-  __device__ void attend_ahead(float (&scores)[kScores], float (&next)[kScores], uint32_t (&weights)[S::kKeys / 16][4],
-                               float (&out)[kOut], Softmax& softmax, const Rows& rows, uint64_t queries, int tile,
-                               float factor, bool& adding) {
-    wait(barriers_.key_full(key_ring_.stage), key_ring_.parity);
-    pin(next);
-    begin_products();
-    multiply_keys(next, queries, key_ring_.stage);
-    key_ring_.advance();
-    finish_tile<1>(scores, weights, out, softmax, rows, tile, factor, adding);
-    begin_products();
-    multiply_values(out, weights, value_ring_.stage);
-    wait_for_products<1>();  // the next scores, begun long ago: the compiler follows no more across the loop's end
-    pin(next);
-    adding = true;
-  }
-
-  // Scores that are there -> weights. `kPending` products were begun after the one with values that ends here.
-  template <int kPending>
-  __device__ void finish_tile(float (&scores)[kScores], uint32_t (&weights)[S::kKeys / 16][4], float (&out)[kOut],
-                              Softmax& softmax, const Rows& rows, int tile, float factor, bool adding) {
     examine(scores, softmax, rows, tile, factor);
-    // A branch must lie between here and the second wait, which the compiler moves up as far as it can. Inside it all
-    // products end: the compiler would end each at once if sums changed beside one under way.
+    // A branch must lie between here and the second wait, which the compiler moves up as far as it can.
     if (softmax.shrinks) {
       wait_for_products<0>();
       pin(out);
 #pragma unroll
       for (int i = 0; i < kOut; ++i) out[i] *= softmax.shrink[i / 2 % 2];
     }
-    wait_for_products<kPending>();
+    wait_for_products<0>();
     pin(out);
-    if (adding) {
-      release(barriers_.value_empty(value_ring_.stage));
-      value_ring_.advance();
-    }
-    if constexpr (S::kAhead) wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
+    release(barriers_.value_empty(value_ring_.stage));
+    value_ring_.advance();
     weigh(scores, weights, softmax, factor);
   }
 
@@ -632,32 +601,13 @@ class Consumer {
     pin(scores);
     begin_products();
     multiply_keys(scores, queries, key_ring_.stage);
-    key_ring_.advance();
-    if constexpr (S::kAhead) {
-      float others[kScores];
-      bool adding = false;  // is a product with values under way?
-      wait_for_products<0>();
+    wait_for_products<0>();
+    examine(scores, softmax, rows, number, factor);
+    weigh(scores, weights, softmax, factor);
 #pragma unroll 1
-      for (; number > first + 1; number -= 2) {
-        attend_ahead(scores, others, weights, out, softmax, rows, queries, number, factor, adding);
-        attend_ahead(others, scores, weights, out, softmax, rows, queries, number - 1, factor, adding);
-      }
-      if (number > first) {
-        attend_ahead(scores, others, weights, out, softmax, rows, queries, number, factor, adding);
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) scores[i] = others[i];
-      }
-      release(barriers_.query_empty(query_stage));
-      finish_tile<0>(scores, weights, out, softmax, rows, first, factor, adding);
-    } else {
-      wait_for_products<0>();
-      examine(scores, softmax, rows, number, factor);
-      weigh(scores, weights, softmax, factor);
-#pragma unroll 1
-      for (--number; number >= first; --number)
-        attend_tile(scores, weights, out, softmax, rows, queries, number, factor);
-      release(barriers_.query_empty(query_stage));
-    }
+    for (--number; number >= first; --number)
+      attend_tile(scores, weights, out, softmax, rows, queries, number, factor);
+    release(barriers_.query_empty(query_stage));
     wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
     pin(out);
     begin_products();
@@ -721,7 +671,7 @@ class Consumer {
   uint32_t queries_, keys_, values_;
   int number_;
   int signs_ = 0;  // always: see weigh()
-  Ring<S::kStages> key_ring_, examined_ring_, value_ring_;
+  Ring<S::kStages> key_ring_, value_ring_;
 };
 
 // ---- The kernel ----
@@ -786,26 +736,10 @@ __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, 1) attention(const
 
 template <class T, int kHeadSize, bool kSoftcap>
 void launch_instance(const Launch& launch, cudaStream_t stream) {
-  static bool ready[64];  // of this kernel, by device
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  constexpr int kSharedBytes = Shape<kHeadSize>::kSharedBytes;
-  const auto kernel = attention<T, kHeadSize, kSoftcap>;
-  if (!ready[device]) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "paged_attention");
-    ready[device] = true;
-  }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(current_device().num_sms));
-  config.blockDim = dim3(unsigned(Shape<kHeadSize>::kThreads));
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, launch), "paged_attention");
+  using S = Shape<kHeadSize>;
+  launch_in_order<attention<T, kHeadSize, kSoftcap>>(Order::beside_predecessor, dim3(unsigned(launch.max_blocks)),
+                                                     dim3(unsigned(S::kThreads)), S::kSharedBytes, launch, stream,
+                                                     "paged_attention");
 }
 
 template <class T>

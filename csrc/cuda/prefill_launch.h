@@ -19,6 +19,7 @@ struct alignas(32) Tile {
 struct Header {
   int32_t num_tiles;
   int32_t next_unit;  // units are taken from here
+  int32_t num_blocks;  // thread blocks that take units; the others make room for the decode kernel
 };
 
 inline constexpr int64_t kHeaderBytes = 256;
@@ -28,7 +29,7 @@ struct Launch {
   AttentionParams params;
   Header* header;
   Tile* tiles;  // [max_tiles], those with most keys first
-  int32_t max_tiles;
+  int32_t max_tiles, max_blocks;
   int32_t group, decode_rows;
   int32_t tile_rows;  // whole tokens: a multiple of the group
   int32_t capacity;  // tokens of a row of the table
@@ -38,7 +39,7 @@ struct Launch {
 };
 
 // Shapes of a kernel instance.
-inline constexpr int rows_of(int head_size_class) { return head_size_class == 64 ? 192 : 128; }
+inline constexpr int rows_of(int head_size_class) { return head_size_class == 256 ? 128 : 192; }
 
 // Launches the instance of a class of head sizes: 64, 128 or 256. `can_run`: was it built for the current device?
 void launch_float16(const Launch& launch, int head_size_class, cudaStream_t stream);
