@@ -1,7 +1,6 @@
 // The prefill kernel, host side, and the launch before it that finds out on the device what there is to do.
-#include "prefill.h"
-
 #include "device.cuh"
+#include "prefill.h"
 #include "prefill_launch.h"
 
 namespace paged_kv::cuda::prefill {
@@ -159,7 +158,8 @@ Encode encoder() {
     cudaDriverEntryPointQueryResult result{};
     check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
           "cuTensorMapEncodeTiled");
-    if (result != cudaDriverEntryPointSuccess) throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled");
+    if (result != cudaDriverEntryPointSuccess)
+      throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
   return found;
@@ -182,16 +182,18 @@ CUtensorMap encode(DType dtype, void* data, const cuuint64_t (&sizes)[4], const 
 
 // A pool as [blocks, heads, slots, dims], copied in boxes of 16 slots x 64 dims; outside it everything is zero.
 CUtensorMap map_of(const AttentionParams& p, const Cache& c) {
-  return encode(c.dtype, c.data,
-                {cuuint64_t(c.head_size), cuuint64_t(p.block_size), cuuint64_t(p.num_kv_heads), cuuint64_t(p.num_blocks)},
-                {c.slot_stride, c.head_stride, c.block_stride}, {64, kBoxKeys, 1, 1});
+  return encode(
+      c.dtype, c.data,
+      {cuuint64_t(c.head_size), cuuint64_t(p.block_size), cuuint64_t(p.num_kv_heads), cuuint64_t(p.num_blocks)},
+      {c.slot_stride, c.head_stride, c.block_stride}, {64, kBoxKeys, 1, 1});
 }
 
 // The queries as [tokens, heads, dims], copied in boxes of the tokens of a tile x the heads of a group x 64 dims.
 CUtensorMap map_of_queries(const AttentionParams& p, int32_t group, int32_t tile_rows) {
   return encode(p.query_dtype, const_cast<void*>(p.query),
                 {cuuint64_t(p.key_cache.head_size), cuuint64_t(p.num_heads), cuuint64_t(p.num_tokens), 1},
-                {p.query_head_stride, p.query_token_stride, 0}, {64, cuuint32_t(group), cuuint32_t(tile_rows / group), 1});
+                {p.query_head_stride, p.query_token_stride, 0},
+                {64, cuuint32_t(group), cuuint32_t(tile_rows / group), 1});
 }
 
 Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, void* workspace) {
@@ -219,23 +221,24 @@ Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, vo
 }  // namespace
 
 bool fits(const AttentionParams& p) {
-  const auto has_chunks = [](const void* data, int64_t a, int64_t b, int64_t c) {
-    return a % 8 == 0 && b % 8 == 0 && c % 8 == 0 && reinterpret_cast<intptr_t>(data) % 16 == 0;
+  // A tensor map has 40 bits for the bytes of a stride, in units of 16.
+  const auto fits_stride = [](int64_t stride, int64_t size) {
+    return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t(1) << 38);
   };
-  constexpr int64_t kMostStride = int64_t(1) << 38;  // elements; a tensor map has 40 bits for bytes
-  const auto fits_map = [&](const Cache& c) {
+  const auto is_aligned = [](const void* data) { return reinterpret_cast<intptr_t>(data) % 16 == 0; };
+  const auto fits_cache = [&](const Cache& c) {
     return c.dtype == p.query_dtype && c.scale.kind == ScaleKind::none && c.head_size <= 256 && c.head_size % 8 == 0 &&
-           has_chunks(c.data, c.block_stride, c.slot_stride, c.head_stride) && c.block_stride >= 0 &&
-           c.slot_stride > 0 && c.head_stride >= 0 && c.block_stride < kMostStride && c.slot_stride < kMostStride &&
-           c.head_stride < kMostStride;
+           is_aligned(c.data) && fits_stride(c.block_stride, p.num_blocks) &&
+           fits_stride(c.slot_stride, p.block_size) && fits_stride(c.head_stride, p.num_kv_heads);
   };
+  const auto fits_int32 = [](int64_t value) { return value > 0 && value < INT32_MAX; };
+  const int64_t group = p.num_heads / p.num_kv_heads;
   return p.query_dtype != DType::float32 && p.mask.kind == MaskKind::none && !p.alibi_slopes && p.scale > 0.0f &&
-         p.num_heads / p.num_kv_heads <= 128 && p.block_size % kBoxKeys == 0 && p.block_size < INT32_MAX && p.num_blocks > 0 && p.num_blocks < INT32_MAX &&
-         fits_map(p.key_cache) && fits_map(p.value_cache) &&
-         has_chunks(p.query, p.query_token_stride, p.query_head_stride, 0) &&
-         reinterpret_cast<intptr_t>(p.out) % 16 == 0 &&
-         double(p.num_tokens) * double(p.num_heads) < double(1 << 30) &&
-         p.max_seqlen_q * (p.num_heads / p.num_kv_heads) > kDecodeRows && is_hopper();
+         group <= 128 && p.block_size % kBoxKeys == 0 && fits_int32(p.block_size) && fits_int32(p.num_blocks) &&
+         double(p.num_tokens) * double(p.num_heads) < double(1 << 30) && fits_cache(p.key_cache) &&
+         fits_cache(p.value_cache) && is_aligned(p.query) && is_aligned(p.out) &&
+         fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads) &&
+         p.max_seqlen_q * group > kDecodeRows && is_hopper();
 }
 
 int64_t workspace_bytes(const AttentionParams& p) { return kHeaderBytes + max_tiles(p) * int64_t(sizeof(Tile)); }

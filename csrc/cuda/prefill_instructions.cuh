@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include <type_traits>
 
 #include "mma_instructions.cuh"
 
@@ -64,8 +65,9 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
 __device__ inline void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int slot, int head,
                                 int block) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(target), "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(block)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(target),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(block)
       : "memory");
 }
 
@@ -112,44 +114,36 @@ __device__ constexpr uint64_t operand(uint32_t group_bytes, uint32_t panel_bytes
   return uint64_t(1) << 62 | uint64_t(group_bytes >> 4) << 32 | uint64_t(panel_bytes >> 4) << 16;
 }
 
-__device__ inline uint64_t at(uint64_t operand, uint32_t address) { return operand | uint64_t((address & 0x3ffff) >> 4); }
+__device__ inline uint64_t at(uint64_t operand, uint32_t address) {
+  return operand | uint64_t((address & 0x3ffff) >> 4);
+}
 
-#define PAGED_KV_8(d, i) \
+#define PAGED_KV_8(d, i)                                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define PAGED_KV_32(d, i) PAGED_KV_8(d, i), PAGED_KV_8(d, i + 8), PAGED_KV_8(d, i + 16), PAGED_KV_8(d, i + 24)
 #define PAGED_KV_40(d, i) PAGED_KV_32(d, i), PAGED_KV_8(d, i + 32)
-#define PAGED_KV_48(d, i) PAGED_KV_40(d, i), PAGED_KV_8(d, i + 40)
-#define PAGED_KV_56(d, i) PAGED_KV_48(d, i), PAGED_KV_8(d, i + 48)
 #define PAGED_KV_64(d, i) PAGED_KV_32(d, i), PAGED_KV_32(d, i + 32)
 #define PAGED_KV_128(d, i) PAGED_KV_64(d, i), PAGED_KV_64(d, i + 64)
 
-#define PAGED_KV_NAMES_32 \
+#define PAGED_KV_NAMES_32                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PAGED_KV_NAMES_40 \
+#define PAGED_KV_NAMES_40                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
-#define PAGED_KV_NAMES_48 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
-  "%42, %43, %44, %45, %46, %47"
-#define PAGED_KV_NAMES_56 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
-  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
-#define PAGED_KV_NAMES_64 \
+#define PAGED_KV_NAMES_64                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
   "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
   "%62, %63"
-#define PAGED_KV_NAMES_128 \
+#define PAGED_KV_NAMES_128                                                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
   "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
   "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
-  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, " \
-  "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, " \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, "     \
+  "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "     \
   "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // c[64 x kColumns] (+)= a[64 x 16] b[16 x kColumns]. A thread has columns 8j + 2 * (lane % 4) + {0, 1} of row lane / 4 of
@@ -159,20 +153,12 @@ struct Product;
 
 template <>
 struct Product<BFloat16, 64> {
-  // a, b: both with rows along the outer side.
-  __device__ static void of_shared(float (&c)[32], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PAGED_KV_NAMES_32 "}, %32, %33, add, 1, 1, 0, 0;\n}"
-        : PAGED_KV_32(c, 0)
-        : "l"(a), "l"(b), "r"(int(add)));
-  }
-
   // b with rows along the summed side.
   __device__ static void add_registers(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PAGED_KV_NAMES_32 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PAGED_KV_NAMES_32
+        "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
         : PAGED_KV_32(c, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
@@ -180,20 +166,12 @@ struct Product<BFloat16, 64> {
 
 template <>
 struct Product<Float16, 64> {
-  // a, b: both with rows along the outer side.
-  __device__ static void of_shared(float (&c)[32], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" PAGED_KV_NAMES_32 "}, %32, %33, add, 1, 1, 0, 0;\n}"
-        : PAGED_KV_32(c, 0)
-        : "l"(a), "l"(b), "r"(int(add)));
-  }
-
   // b with rows along the summed side.
   __device__ static void add_registers(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" PAGED_KV_NAMES_32 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" PAGED_KV_NAMES_32
+        "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
         : PAGED_KV_32(c, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
@@ -224,54 +202,6 @@ struct Product<Float16, 80> {
 };
 
 template <>
-struct Product<BFloat16, 96> {
-  // a, b: both with rows along the outer side.
-  __device__ static void of_shared(float (&c)[48], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" PAGED_KV_NAMES_48 "}, %48, %49, add, 1, 1, 0, 0;\n}"
-        : PAGED_KV_48(c, 0)
-        : "l"(a), "l"(b), "r"(int(add)));
-  }
-};
-
-template <>
-struct Product<Float16, 96> {
-  // a, b: both with rows along the outer side.
-  __device__ static void of_shared(float (&c)[48], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {" PAGED_KV_NAMES_48 "}, %48, %49, add, 1, 1, 0, 0;\n}"
-        : PAGED_KV_48(c, 0)
-        : "l"(a), "l"(b), "r"(int(add)));
-  }
-};
-
-template <>
-struct Product<BFloat16, 112> {
-  // a, b: both with rows along the outer side.
-  __device__ static void of_shared(float (&c)[56], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %58, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {" PAGED_KV_NAMES_56 "}, %56, %57, add, 1, 1, 0, 0;\n}"
-        : PAGED_KV_56(c, 0)
-        : "l"(a), "l"(b), "r"(int(add)));
-  }
-};
-
-template <>
-struct Product<Float16, 112> {
-  // a, b: both with rows along the outer side.
-  __device__ static void of_shared(float (&c)[56], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %58, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 {" PAGED_KV_NAMES_56 "}, %56, %57, add, 1, 1, 0, 0;\n}"
-        : PAGED_KV_56(c, 0)
-        : "l"(a), "l"(b), "r"(int(add)));
-  }
-};
-
-template <>
 struct Product<BFloat16, 128> {
   // a, b: both with rows along the outer side.
   __device__ static void of_shared(float (&c)[64], uint64_t a, uint64_t b, bool add) {
@@ -286,7 +216,8 @@ struct Product<BFloat16, 128> {
   __device__ static void add_registers(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PAGED_KV_NAMES_64 "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PAGED_KV_NAMES_64
+        "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
         : PAGED_KV_64(c, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
@@ -307,7 +238,8 @@ struct Product<Float16, 128> {
   __device__ static void add_registers(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" PAGED_KV_NAMES_64 "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" PAGED_KV_NAMES_64
+        "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
         : PAGED_KV_64(c, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
@@ -319,7 +251,8 @@ struct Product<BFloat16, 256> {
   __device__ static void add_registers(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" PAGED_KV_NAMES_128 "}, {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" PAGED_KV_NAMES_128
+        "}, {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}"
         : PAGED_KV_128(c, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
@@ -331,7 +264,8 @@ struct Product<Float16, 256> {
   __device__ static void add_registers(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" PAGED_KV_NAMES_128 "}, {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" PAGED_KV_NAMES_128
+        "}, {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}"
         : PAGED_KV_128(c, 0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
@@ -339,14 +273,10 @@ struct Product<Float16, 256> {
 
 #undef PAGED_KV_NAMES_128
 #undef PAGED_KV_NAMES_64
-#undef PAGED_KV_NAMES_56
-#undef PAGED_KV_NAMES_48
 #undef PAGED_KV_NAMES_40
 #undef PAGED_KV_NAMES_32
 #undef PAGED_KV_128
 #undef PAGED_KV_64
-#undef PAGED_KV_56
-#undef PAGED_KV_48
 #undef PAGED_KV_40
 #undef PAGED_KV_32
 #undef PAGED_KV_8

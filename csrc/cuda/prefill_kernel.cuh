@@ -91,11 +91,15 @@ struct Ring {
 };
 
 template <int kHeadSize>
-__device__ int first_tile(const Tile& t) { return t.keys_begin / Shape<kHeadSize>::kKeys; }
+__device__ int first_tile(const Tile& t) {
+  return t.keys_begin / Shape<kHeadSize>::kKeys;
+}
 
 // One tile at least: someone must write the zeros.
 template <int kHeadSize>
-__device__ int last_tile(const Tile& t) { return (max(t.keys_end, t.keys_begin + 1) - 1) / Shape<kHeadSize>::kKeys; }
+__device__ int last_tile(const Tile& t) {
+  return (max(t.keys_end, t.keys_begin + 1) - 1) / Shape<kHeadSize>::kKeys;
+}
 
 // ---- Feeding ----
 
@@ -161,8 +165,7 @@ __device__ inline int32_t read_tile(const Launch& a, int32_t unit, int32_t num_u
 }
 
 template <int kHeadSize>
-__device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers<kHeadSize> barriers,
-                          uint32_t stages) {
+__device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers<kHeadSize> barriers, uint32_t stages) {
   using S = Shape<kHeadSize>;
   const int lane = threadIdx.x % kWarp;
   const int32_t kv_heads = int32_t(a.params.num_kv_heads);
@@ -218,7 +221,7 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers
 // that is partly visible are copied one by one, the others set to zero. Called by a whole warp, for box `box` of a tile.
 template <int kHeadSize>
 __device__ __forceinline__ void copy_visible_rows(const Launch& a, const Boxes<kHeadSize>& boxes, uint32_t stage,
-                                               int32_t head, int tile, int box, int32_t block, int32_t slot) {
+                                                  int32_t head, int tile, int box, int32_t block, int32_t slot) {
   using S = Shape<kHeadSize>;
   constexpr int kChunks = kHeadSize / 8;
   const Cache& cache = a.params.value_cache;
@@ -230,7 +233,8 @@ __device__ __forceinline__ void copy_visible_rows(const Launch& a, const Boxes<k
     const bool valid =
         mapped && boxes.is_visible(tile * S::kKeys + box * kBoxKeys + row) && chunk * 8 < cache.head_size;
     const char* source = base + 2 * (block * cache.block_stride + (slot + row) * cache.slot_stride) + 16 * chunk;
-    const uint32_t target = stage + chunk / 8 * S::kPanelBytes + (box * kBoxKeys + row) * 128 + ((chunk % 8 ^ row % 8) << 4);
+    const uint32_t target =
+        stage + chunk / 8 * S::kPanelBytes + (box * kBoxKeys + row) * 128 + ((chunk % 8 ^ row % 8) << 4);
     copy_async(target, valid ? source : static_cast<const char*>(cache.data), valid, mma::streaming_policy());
   }
 }
@@ -605,8 +609,7 @@ class Consumer {
     examine(scores, softmax, rows, number, factor);
     weigh(scores, weights, softmax, factor);
 #pragma unroll 1
-    for (--number; number >= first; --number)
-      attend_tile(scores, weights, out, softmax, rows, queries, number, factor);
+    for (--number; number >= first; --number) attend_tile(scores, weights, out, softmax, rows, queries, number, factor);
     release(barriers_.query_empty(query_stage));
     wait(barriers_.value_full(value_ring_.stage), value_ring_.parity);
     pin(out);
