@@ -170,7 +170,7 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers
   const int lane = threadIdx.x % kWarp;
   const int32_t kv_heads = int32_t(a.params.num_kv_heads);
   wait_for_predecessor();
-  const int32_t num_units = int32_t(blockIdx.x) < a.header->num_blocks ? a.header->num_tiles * kv_heads : 0;
+  const int32_t num_units = *reinterpret_cast<const volatile int32_t*>(&a.header->num_tiles) * kv_heads;
   int32_t unit = __shfl_sync(kFullMask, take_unit(a), 0), word = read_tile(a, unit, num_units);
   Ring<S::kStages> keys;
   Ring<kItems> ring;
@@ -535,9 +535,9 @@ class Consumer {
   // The scores of a tile, once the product is done: their stage is free, hidden ones are -inf, their base is known.
   __device__ void examine(float (&scores)[kScores], Softmax& softmax, const Rows& rows, int tile, float factor) {
     pin(scores);
-    const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[key_ring_.stage]);
-    release(barriers_.key_empty(key_ring_.stage));
-    key_ring_.advance();
+    const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[examined_ring_.stage]);
+    release(barriers_.key_empty(examined_ring_.stage));
+    examined_ring_.advance();
     to_logits(scores, rows, tile, mapped);
     softmax.follow(scores, factor);
   }
@@ -562,6 +562,7 @@ class Consumer {
     await_turn();
     begin_products();
     multiply_keys(scores, queries, key_ring_.stage);
+    key_ring_.advance();
     begin_products();
     multiply_values(out, weights, value_ring_.stage);
     pass_turn();
@@ -605,6 +606,7 @@ class Consumer {
     pin(scores);
     begin_products();
     multiply_keys(scores, queries, key_ring_.stage);
+    key_ring_.advance();
     wait_for_products<0>();
     examine(scores, softmax, rows, number, factor);
     weigh(scores, weights, softmax, factor);
@@ -674,7 +676,7 @@ class Consumer {
   uint32_t queries_, keys_, values_;
   int number_;
   int signs_ = 0;  // always: see weigh()
-  Ring<S::kStages> key_ring_, value_ring_;
+  Ring<S::kStages> key_ring_, examined_ring_, value_ring_;  // keys: next to multiply, next to release
 };
 
 // ---- The kernel ----
@@ -740,9 +742,9 @@ __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, 1) attention(const
 template <class T, int kHeadSize, bool kSoftcap>
 void launch_instance(const Launch& launch, cudaStream_t stream) {
   using S = Shape<kHeadSize>;
-  launch_in_order<attention<T, kHeadSize, kSoftcap>>(Order::beside_predecessor, dim3(unsigned(launch.max_blocks)),
-                                                     dim3(unsigned(S::kThreads)), S::kSharedBytes, launch, stream,
-                                                     "paged_attention");
+  launch_in_order<attention<T, kHeadSize, kSoftcap>>(
+      Order::beside_predecessor, dim3(unsigned(current_device().num_sms)), dim3(unsigned(S::kThreads)), S::kSharedBytes,
+      launch, stream, "paged_attention");
 }
 
 template <class T>
