@@ -1,5 +1,6 @@
 # make demo   a small model answers a few prompts through a paged cache
 # make test   the whole suite, real models included
+# make sanitize   the op tests on a CPU library built with AddressSanitizer and UndefinedBehaviorSanitizer (minutes)
 #
 # Both need Python >= 3.10 and a C++ compiler alone. An active virtual environment that has a torch is used as it is;
 # otherwise .venv is made, with TORCH in it. Nothing that is installed later can replace that torch.
@@ -25,7 +26,7 @@ INSTALL := $(RUN) -c '$(TORCH_VERSION)' > $(STAMPS)/constraints && \
 
 SOURCES := setup.py pyproject.toml $(wildcard build_backend/*.py csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test clean
+.PHONY: demo test sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/demo
@@ -33,6 +34,9 @@ demo: $(STAMPS)/demo
 
 test: $(STAMPS)/test
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+sanitize: $(STAMPS)/test
+	PYTHON=$(RUN) tests/run_sanitized.sh
 
 # The packages of real weights name dependencies that nothing here needs.
 $(STAMPS)/demo: $(SOURCES) $(STAMPS)/torch

@@ -21,7 +21,8 @@ from setuptools.command.build_ext import build_ext
 from toolchain import INSTRUCTION_SETS, MIN_TORCH, Cuda, Torch, find_cuda, find_torch, instruction_sets
 
 SOURCE_DIR = Path(__file__).resolve().parents[1]
-BUILD_DIR = SOURCE_DIR / "build" / "ninja"  # fixed, so that a second build is incremental
+SANITIZE = os.environ.get("PAGED_KV_SANITIZE", "")  # address,undefined: a library for tests/run_sanitized.sh
+BUILD_DIR = SOURCE_DIR / "build" / ("ninja-sanitized" if SANITIZE else "ninja")  # fixed: a second build is incremental
 CPU_LIBRARY = "torch_paged_kv._C_cpu"
 CUDA_LIBRARY = "torch_paged_kv._C_cuda"
 
@@ -30,11 +31,14 @@ CXX_FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-ffunction-sections", "-fdata-sections", f"-ffile-prefix-map={SOURCE_DIR}/=", *WARNINGS),
 )
+# -O1 comes last and wins: checks would make the kernels take minutes to compile.
+SANITIZE_FLAGS = (f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-g1", "-O1") if SANITIZE else ()
 # NaN and infinity keep their meaning: no -ffast-math, whose start-up code would also flush denormals process-wide.
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
 HOST_FLAGS = ("-O2",)
 LINK_FLAGS = (
-    *("-shared", "-Wl,--gc-sections", "-Wl,-s", f"-Wl,--version-script={SOURCE_DIR / 'csrc' / 'exports.map'}"),
+    *("-shared", "-Wl,--gc-sections", f"-Wl,--version-script={SOURCE_DIR / 'csrc' / 'exports.map'}"),
+    *(SANITIZE_FLAGS or ("-Wl,-s",)),
     *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
 )
 
@@ -97,13 +101,13 @@ class NinjaFile:
         return self._edge(rule, output, [str(SOURCE_DIR / source)], flags)
 
     def _host_flags(self) -> list[str]:
-        return [*CXX_FLAGS, *HOST_FLAGS, target_version(), "-isystem", str(self.torch.include)]
+        return [*CXX_FLAGS, *HOST_FLAGS, target_version(), "-isystem", str(self.torch.include), *SANITIZE_FLAGS]
 
     def _cpu_kernel(self, source: Path, built_sets: set[str]) -> str | None:
         """Add a CPU kernel's object with its instruction set; None if this compiler does not know the set."""
         suffix = source.stem.rpartition("_")[2]
         if suffix in self.isa:
-            return self._object(source, [*CXX_FLAGS, *KERNEL_FLAGS, *self.isa[suffix]])
+            return self._object(source, [*CXX_FLAGS, *KERNEL_FLAGS, *self.isa[suffix], *SANITIZE_FLAGS])
         if suffix in INSTRUCTION_SETS:
             return None
         defines = [f"-DPAGED_KV_HAS_{name.upper()}" for name in sorted(built_sets)]

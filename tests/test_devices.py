@@ -113,6 +113,16 @@ def test_forks_and_crops(first: str, second: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("first", "second"), [PAIRS[0], PAIRS[-1]])
+def test_8_bit_blocks(first: str, second: str) -> None:
+    """Scales are where their blocks are."""
+    whole = models.tiny("llama").to(first)
+    expected = generate(whole, first, PagedKVCache(whole.config, dtype=torch.int8), num_beams=3)
+    cache = PagedKVCache(whole.config, dtype=torch.int8)
+    assert torch.equal(generate(spread("llama", first, second), first, cache, num_beams=3), expected)
+    assert {lane.device for lane in cache.pool.lanes()} == {torch.device(first), torch.device(second)}
+
+
 def test_layers_that_share_keys_must_be_on_one_device() -> None:
     cache, key = PagedKVCache(models.tiny("gemma3n").config), torch.randn(1, 2, 5, 16)
     cache.update(key, key, 0)

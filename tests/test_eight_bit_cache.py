@@ -548,7 +548,7 @@ def test_debug_mode_checks_scales() -> None:
         model, cache = models.tiny("llama"), torch_paged_kv.PagedKVCache(block_size=4, dtype=torch.int8)
         with torch.no_grad():
             model(**models.prompts([6]), past_key_values=cache)
-            _, _, key_scale, value_scale = cache._tensors(1)
+            _, _, key_scale, value_scale = cache.caches(1)
             value_scale[1, 1, 0] = math.nan
             try:
                 model(input_ids=torch.tensor([[5]]), past_key_values=cache)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torch_paged_kv import _models
 
 ROOT = Path(__file__).parents[1]
+PICTURE = re.compile(r"!\[.*?\]\((.*?)\)")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 HUB_NAMES = {"HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2", "google/gemma-3-270m": "gemma3"}
@@ -55,7 +56,8 @@ def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page(page: Path) -> None:
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # for the files that examples write
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for code, expected in BLOCK.findall(page.read_text()):
         printed = io.StringIO()
@@ -63,3 +65,9 @@ def test_page(page: Path) -> None:
             exec(compile(code, str(page), "exec"), namespace)
         if expected:
             assert printed.getvalue().strip() == expected.strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pictures_are_there(page: Path) -> None:
+    for picture in PICTURE.findall(page.read_text()):
+        assert (page.parent / picture).is_file()

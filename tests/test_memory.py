@@ -167,6 +167,21 @@ def test_what_is_asked_for_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache.stats()["num_blocks"] == 1 + 20  # of 40 free, half
 
 
+def test_what_is_asked_for_ahead_where_free_memory_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool grows by shares then, and no further than to what is to come."""
+
+    def refuse(_: torch.device) -> int:
+        raise ValueError
+
+    monkeypatch.setattr(sizing, "free_memory", refuse)
+    sizes = pool_sizes(monkeypatch)
+    model = models.tiny("llama")
+    cache = PagedKVCache(model.config, block_size=BLOCK)
+    model.generate(**models.prompts([40]), **generate_settings(120), past_key_values=cache)
+    assert len(sizes) < 8
+    assert sizes[-1] == math.ceil((40 + 119) / BLOCK)
+
+
 @pytest.mark.parametrize("told", [None, 5, 44], ids=["nothing", "too little", "the step itself"])
 def test_a_wrong_expectation_is_only_a_hint(told: int | None) -> None:
     model, batch = models.tiny("llama"), models.prompts([40, 7])

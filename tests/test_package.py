@@ -69,15 +69,20 @@ def test_op_has_a_cpu_kernel(name: str) -> None:
 # Layers: a module imports from its own layer and those before it
 
 LAYERS = [
-    ["_library", "errors"],
+    ["_library", "errors", "huge_pages"],
     ["reference"],
     ["ops"],
     ["pool", "layout", "lengths", "scales", "step"],
     ["storage", "sizing"],
     ["cache"],
-    ["prefix", "offload", "stats"],
+    ["prefix", "sequences"],
+    ["files", "offload"],
+    ["stats"],
+    ["plots"],
     ["integrations"],
-    ["_models", "_texts", "demo", "quality", "__main__"],
+    ["_models", "_texts", "demo", "quality"],
+    ["commands"],
+    ["__main__"],
 ]
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -13,17 +13,21 @@ from .scales import StaticScales
 
 if TYPE_CHECKING:
     from .integrations.calibration import calibrate
+    from .integrations.estimate import estimate
     from .integrations.patching import paged, patch, unpatch
     from .integrations.transformers import PagedKVCache
+    from .prefix import PrefixCache
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "BlockPool",
     "OutOfBlocksError",
     "PagedKVCache",
+    "PrefixCache",
     "StaticScales",
     "__version__",
     "calibrate",
+    "estimate",
     "ops",
     "paged",
     "patch",
@@ -34,7 +38,9 @@ __all__ = [
 
 _PLACES = {
     "PagedKVCache": ".integrations.transformers",
+    "PrefixCache": ".prefix",
     "calibrate": ".integrations.calibration",
+    "estimate": ".integrations.estimate",
     "paged": ".integrations.patching",
     "patch": ".integrations.patching",
     "unpatch": ".integrations.patching",

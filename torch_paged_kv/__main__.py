@@ -1,4 +1,4 @@
-"""Command line: ``python -m torch_paged_kv demo``, ``quality`` and ``info``."""
+"""Command line: ``python -m torch_paged_kv demo|quality|info|estimate|bench|plot``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import torch
 
 import torch_paged_kv
-from torch_paged_kv import _library, demo, quality
+from torch_paged_kv import _library, commands, demo, quality
 
 
 def info(arguments: argparse.Namespace) -> int:
@@ -49,14 +49,15 @@ def _cuda(built: bool) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m torch_paged_kv", description=torch_paged_kv.__doc__)
-    commands = parser.add_subparsers(required=True, metavar="demo|quality|info")
-    demo_parser = commands.add_parser("demo", help="a small model answers a few prompts; both caches side by side")
+    subparsers = parser.add_subparsers(required=True, metavar="demo|quality|info|estimate|bench|plot")
+    demo_parser = subparsers.add_parser("demo", help="a small model answers a few prompts; both caches side by side")
     demo.add_arguments(demo_parser)
     demo_parser.set_defaults(run=demo.main)
-    quality_parser = commands.add_parser("quality", help="what cache dtypes cost a model: tokens and perplexity")
+    quality_parser = subparsers.add_parser("quality", help="what cache dtypes cost a model: tokens and perplexity")
     quality.add_arguments(quality_parser)
     quality_parser.set_defaults(run=quality.main)
-    commands.add_parser("info", help="versions and backends").set_defaults(run=info)
+    subparsers.add_parser("info", help="versions and backends").set_defaults(run=info)
+    commands.add_parsers(subparsers)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .errors import OutOfBlocksError
-from .layout import LayerPlace, LayerShape, LayerTensors, cache_views, place_layers
+from .layout import LayerKind, LayerPlace, LayerShape, LayerTensors, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
 from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, scale_views
@@ -98,6 +98,11 @@ class PagedKVCache(nn.Module):
         return self._pool
 
     @property
+    def has_pool(self) -> bool:
+        """Whether the pool exists."""
+        return self._pool is not None
+
+    @property
     def num_seqs(self) -> int:
         """Rows of the batch; 0 before the first write."""
         return 0 if self._rows is None else self._rows.num_seqs
@@ -138,7 +143,11 @@ class PagedKVCache(nn.Module):
     def check(self) -> None:
         """Raise if the accounts of the pool do not close; the pool must be this cache's alone."""
         if self._rows is not None:
-            self.pool.check((self._rows.block_table, self._rows.seq_lens))
+            self.pool.check(*self.tables())
+
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Block table and lengths, as :meth:`BlockPool.check` takes them; none before the first write."""
+        return [] if self._rows is None else [(self._rows.block_table, self._rows.seq_lens)]
 
     def _slots(self) -> tuple[int, int]:
         """Slots of the mapped blocks of this cache's tables, and how many of them hold a token."""
@@ -241,7 +250,7 @@ class PagedKVCache(nn.Module):
             )
         # Looked up here first: it saves a call in every layer of every step.
         tensors = self._views.get(self._keys[layer]) if step.eager else None
-        key_cache, value_cache, key_scale, value_scale = tensors = tensors or self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = tensors = tensors or self.caches(layer)
         begun = step
         if self._spread:
             step = begun.on(key.device)
@@ -290,7 +299,7 @@ class PagedKVCache(nn.Module):
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
         tensors = step.tensors if layer == step.written else None
-        key_cache, value_cache, key_scale, value_scale = tensors or self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
         out = ops.paged_attention(
             query.squeeze(2) if step.length == 1 else _packed(query, step),
             key_cache,
@@ -319,11 +328,13 @@ class PagedKVCache(nn.Module):
             return out
         return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
 
-    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's key and value cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` views of the pool."""
-        return self._tensors(layer)[:2]
+    def caches(self, layer: int) -> LayerTensors:
+        """A layer's key and value cache, and their scales, None where there are none, as the ops take them.
 
-    def _tensors(self, layer: int) -> LayerTensors:
+        Returns:
+            ``[num_blocks, block_size, num_kv_heads, head_size]`` and ``[..., head_size_v]``, views of the pool; scales
+            float32 ``[num_blocks, block_size, num_kv_heads]``, views of it too, or fixed ``[num_kv_heads]`` or ``[]``.
+        """
         if torch.compiler.is_compiling():
             return self._layer_views(layer)
         key = self._keys[layer]
@@ -353,9 +364,9 @@ class PagedKVCache(nn.Module):
         if torch.compiler.is_compiling():
             raise RuntimeError("gather has a data-dependent shape: call it outside of the compiled graph")
         rows, lengths = self._rows, self._mirror()
-        if rows is None:
+        if rows is None or layer not in self._shapes:
             raise RuntimeError(f"layer {layer} must be written before it is gathered")
-        key_cache, value_cache, key_scale, value_scale = self._tensors(layer)
+        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
         table = rows.block_table[self._places[layer].group].to(key_cache.device)
         key, value = ops.gather_blocks(
             key_cache,
@@ -373,6 +384,106 @@ class PagedKVCache(nn.Module):
         return key.gather(2, back.expand(key.shape)), value.gather(2, back.expand(value.shape))
 
     # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def share(self, pool: KVPool) -> None:
+        """Take another cache's pool, unless this one has a pool already."""
+        if self._pool is None:
+            self._pool, self._views = pool, pool.views
+
+    def prepare(self, layers: dict[int, LayerKind]) -> None:
+        """Make ready what the first write makes otherwise: the pool, and the memory of each layer.
+
+        Args:
+            layers: what the keys and values to come are like.
+
+        Raises:
+            ValueError: a layer was written with another shape, or the pool is of another dtype or device.
+        """
+        for layer, (shape, dtype, device) in sorted(layers.items()):
+            if layer in self._shapes:
+                if self._shapes[layer] != shape:
+                    raise ValueError(f"layer {layer} must have {self._shapes[layer]}, got {shape}")
+                continue
+            key, value = (  # sizes alone matter
+                torch.empty((), dtype=dtype, device=device).expand(1, shape.num_kv_heads, 1, size)
+                for size in (shape.head_size, shape.head_size_v)
+            )
+            self._add_layer(layer, key, value)
+
+    @property
+    def within_step(self) -> bool:
+        """Whether a step has begun that some layer has not written."""
+        step = self._progress.step
+        return step is not None and step.written < len(self._places) - 1
+
+    def adopt(self, blocks: Tensor, seen: int, real: Tensor | None = None) -> None:
+        """Begin with sequences whose keys and values lie in blocks that somebody holds; the cache shares them.
+
+        Args:
+            blocks: int32 ``[num_groups, num_seqs, columns]``, their block table; -1 = none, as behind a window.
+            seen: positions of the padded batch.
+            real: bool ``[num_seqs, seen]`` on the CPU, which of them hold a token; None = all.
+
+        Raises:
+            ValueError: the cache is not empty, or its layers fall into another number of groups.
+        """
+        num_groups, num_seqs, columns = blocks.shape
+        if self.seen:
+            raise ValueError(f"the cache must be empty to adopt sequences, got {self.seen} positions")
+        if num_groups != len(self._group_windows):
+            raise ValueError(f"blocks must have num_groups = {len(self._group_windows)}, got {num_groups}")
+        if self.num_seqs != num_seqs:
+            self._new_rows(num_seqs)
+        rows, pool = self._rows, self.pool
+        assert rows is not None
+        self.prepare(pool.layers)
+        if columns > rows.block_table.shape[2]:
+            rows.widen(columns)
+        self._lengths = Lengths.of(num_seqs)
+        self._advance(seen, real, released=False)
+        if self._sliding:
+            self._lengths.floor = list(self._lengths.lens)
+        table = blocks.to(pool.device)
+        rows.block_table[:, :, :columns] = table
+        rows.seq_lens.copy_(torch.tensor(self._lengths.lens, dtype=torch.int32))
+        rows.seen.fill_(seen)
+        pool.retain(table)
+        pool.shared = True
+
+    def table(self) -> Tensor:
+        """The used columns of the block table on the CPU: int32 ``[num_groups, num_seqs, columns]``.
+
+        Synchronises on CUDA.
+        """
+        if self._rows is None:
+            return torch.empty(len(self._group_windows), 0, 0, dtype=torch.int32)
+        columns = -(-max(self.seq_lens(), default=0) // self.block_size)
+        return self._rows.block_table[:, :, :columns].to("cpu", copy=True)
+
+    def stored(self) -> Tensor:
+        """Which positions of the padded batch hold a token: bool ``[num_seqs, seen]`` on the CPU."""
+        return self._mirror().stored()
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Sliding window of each layer that is known, None = full attention."""
+        return [place.window for place in self._places]
+
+    def block_bytes(self, shape: LayerShape, dtype: torch.dtype) -> int:
+        """Bytes of a block of the pool, scales included, where all layers are of one shape and stored as ``dtype``."""
+        num_bytes = shape.elements(self.block_size) * dtype.itemsize
+        if self._layer_scales is not None:
+            num_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize
+        return num_bytes * (max(place.lane for place in self._places) + 1)
+
+    def group(self, layer: int) -> int:
+        """Which of the block tables a layer reads."""
+        return self._places[layer].group
+
+    @property
+    def group_windows(self) -> list[int | None]:
+        """Sliding window of each group of layers, None = full attention."""
+        return list(self._group_windows)
 
     def reorder(self, source_rows: Tensor) -> None:
         """Row i becomes row ``source_rows[i]``: tables and reference counts move, no keys or values.
@@ -565,15 +676,13 @@ class PagedKVCache(nn.Module):
         self._keys[layer] = (self._lanes[layer], shape, layer if fixed else None)
         self._shapes[layer] = shape
         self._spread |= self._pool.device != key.device
+        self._pool.layers[layer] = LayerKind(shape, key.dtype, key.device)
 
     def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
         num_groups = len(self._group_windows)
         if not self._size:  # as small as can be: the step that begins now makes room for itself
             return KVPool(1, self.block_size, key.device, growable=True)
-        num_lanes = max(place.lane for place in self._places) + 1
-        block_bytes = shape.elements(self.block_size) * (self.dtype or key.dtype).itemsize * num_lanes
-        if self._layer_scales is not None:
-            block_bytes += self._layer_scales.elements(shape, self.block_size) * torch.float32.itemsize * num_lanes
+        block_bytes = self.block_bytes(shape, self.dtype or key.dtype)
         num_blocks = blocks_for(**self._size, block_size=self.block_size, block_bytes=block_bytes, device=key.device)
         if "num_tokens" in self._size:
             num_blocks *= num_groups  # a sequence takes blocks in every group
@@ -629,10 +738,7 @@ class PagedKVCache(nn.Module):
         if self.num_seqs != num_seqs:
             if self.seen:
                 raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")
-            # A pool of given size is never outgrown by the widest table it can fill.
-            width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
-            self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
-            self._lengths = Lengths.of(num_seqs)
+            self._new_rows(num_seqs)
         rows, pool = self._rows, self.pool
         assert rows is not None
         counts = [length] * num_seqs if padding is None or padding.real is None else padding.real.sum(1).tolist()
@@ -660,15 +766,20 @@ class PagedKVCache(nn.Module):
         lacking = wanted - pool.free_bound
         later = -1 if expected is None else expected - lengths.seen - length
         if later < 0:
-            first = (
-                len(counts) * len(self._group_windows) if pool.num_blocks == 1 else 0
-            )  # the coming block of each row
-            return max(lacking + first, growth(pool.num_blocks))
+            if pool.num_blocks == 1:  # it is new: the coming block of each row, too
+                lacking += len(counts) * len(self._group_windows)
+            return max(lacking, growth(pool.num_blocks))
         windows, size = self._group_windows, self.block_size
         ahead = blocks_to_come(lengths.lens, counts, later, windows, size) - pool.free_bound
         num_lanes = max(place.lane for place in self._places) + 1  # of which the first layer's are there
         block_bytes = pool.block_bytes * num_lanes // (len(set(self._lanes.values())) or 1)
-        return max(lacking, min(ahead, affordable_blocks(pool.device, block_bytes)))
+        return max(lacking, min(ahead, max(affordable_blocks(pool.device, block_bytes), growth(pool.num_blocks))))
+
+    def _new_rows(self, num_seqs: int) -> None:
+        # A pool of given size is never outgrown by the widest table it can fill.
+        width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
+        self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
+        self._lengths = Lengths.of(num_seqs)
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()
@@ -709,9 +820,11 @@ def _packed(states: Tensor, step: Step) -> Tensor:
 
 
 def _kind(dtype: torch.dtype | None, scales: Scales, pool: KVPool | None) -> tuple[torch.dtype | None, Scales]:
-    """Dtype and scales of a cache; left open, they are those of its pool."""
+    """Dtype and scales of a cache; left open, they are those of its pool if that holds 8-bit blocks."""
     if dtype is None and scales == "auto" and pool is not None and pool.num_lanes > 0:
-        return pool.lane(0).dtype, pool.scales
+        stored = pool.lane(0).dtype
+        if stored in EIGHT_BIT_DTYPES:
+            return stored, pool.scales
     return dtype, choose_scales(dtype, scales)
 
 

@@ -11,9 +11,9 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ PROMPTS = (
     "Tell this story in your own words.",
     "Write a haiku about the sea.",
 )
+Item = TypeVar("Item")
 RUNS = 3  # of each cache, in turn; the fastest one counts
 
 
@@ -117,9 +118,7 @@ def measure(model: Any, batch: Any, cache: Any, streamer: Any, settings: dict[st
     """One `generate` over `cache`."""
     start = time.perf_counter()
     clock = Clock(streamer)
-    # The argument has one name in most releases and another in the newest.
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    tokens = model.generate(**batch, **{argument: cache}, streamer=clock, **settings)
+    tokens = model.generate(**batch, **{cache_argument(model): cache}, streamer=clock, **settings)
     seconds = time.perf_counter() - start
     mask, eos = batch["attention_mask"], model.generation_config.eos_token_id
     new = tokens[:, mask.shape[1] :]
@@ -133,6 +132,11 @@ def measure(model: Any, batch: Any, cache: Any, streamer: Any, settings: dict[st
         bytes_held=bytes_held,
         utilisation=utilisation,
     )
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which a model takes a cache: one in most releases, another in the newest."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def held(cache: Any, mask: Tensor) -> tuple[int, float]:
@@ -170,6 +174,14 @@ def progress(**settings: Any) -> Any:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     return tqdm(leave=False, **settings)
+
+
+def progress_over(items: Sequence[Item], description: str, unit: str) -> Iterator[Item]:
+    """The items, with a progress bar while they are worked on."""
+    with progress(total=len(items), desc=description, unit=unit) as bar:
+        for item in items:
+            yield item
+            bar.update()
 
 
 def table(runs: tuple[Run, Run]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 MAX_GROUPS = 16
@@ -39,6 +40,14 @@ class LayerShape(NamedTuple):
     def elements(self, block_size: int) -> int:
         """Elements of one block of this layer."""
         return block_size * self.num_kv_heads * (self.head_size + self.head_size_v)
+
+
+class LayerKind(NamedTuple):
+    """What the first write of a layer tells: sizes, dtype and device of its keys and values as they come."""
+
+    shape: LayerShape
+    dtype: torch.dtype
+    device: torch.device
 
 
 def layers_per_group(counts: Sequence[int]) -> int:

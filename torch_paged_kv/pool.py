@@ -116,6 +116,39 @@ class BlockPool(nn.Module):
             self.block_size,
         )
 
+    def acquire(self, num_blocks: int) -> Tensor:
+        """Take free blocks, each held once: int32 ``[num_blocks]``. :meth:`release` gives them back.
+
+        For what moves whole blocks between steps (loading, swapping). Synchronises on CUDA.
+
+        Raises:
+            OutOfBlocksError: fewer are free; nothing has changed.
+        """
+        _require_at_least("num_blocks", num_blocks, 0)
+        row = torch.full((1, num_blocks), -1, dtype=torch.int32, device=self.device)
+        tokens = num_blocks * self.block_size
+        span = torch.tensor([0, tokens], dtype=torch.int32, device=self.device)
+        self.allocate(row, torch.zeros(1, dtype=torch.int32, device=self.device), span, tokens)
+        self.raise_if_exhausted()
+        return row[0]
+
+    def retain(self, blocks: Tensor) -> None:
+        """Hold blocks once more for each time they are among ``blocks``: int32 of any shape, -1 = none.
+
+        They must be held by somebody already. Does not synchronise.
+        """
+        blocks = blocks.to(self.device).flatten()
+        self.ref_counts.index_add_(0, blocks.clamp(min=0).long(), (blocks >= 0).to(torch.int32))
+
+    def release(self, blocks: Tensor) -> None:
+        """Hold each of ``blocks`` once less: int32 of any shape, -1 = none, no block twice.
+
+        Those that nobody holds any more are free, last ones first. Does not synchronise.
+        """
+        row = blocks.to(self.device).reshape(1, -1).clone()
+        tokens = torch.tensor([row.shape[1] * self.block_size], dtype=torch.int32, device=self.device)
+        self.free(row, tokens, torch.zeros_like(tokens))
+
     def grow(self, num_blocks: int) -> None:
         """Add blocks up to ``num_blocks``; they queue behind those free now, and tables stay valid.
 

@@ -148,9 +148,9 @@ def token_bytes(cache: Any) -> int:
     """Bytes that a token takes in a written cache, over all layers, its scales included."""
     total, layer = 0, 0
     while cache.is_written(layer):
-        for states in cache.caches(layer):  # [num_blocks, block_size, num_kv_heads, head_size]
-            total += states.shape[2] * states.shape[3] * states.element_size()
-            total += states.shape[2] * torch.float32.itemsize if cache.scales == "per_slot" else 0
+        key_cache, value_cache, *scales = cache.caches(layer)
+        slots = [part for part in (key_cache, value_cache, *scales) if part is not None and part.dim() > 1]
+        total += sum(part[0, 0].numel() * part.element_size() for part in slots)  # fixed scales belong to no token
         layer += 1
     return total
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import ops
-from .layout import LayerTensors
+from . import huge_pages, ops
+from .layout import LayerKind, LayerTensors
 from .pool import BlockPool
 from .scales import Scales
 
@@ -34,11 +35,14 @@ class KVPool(BlockPool):
         self.num_lanes = 0
         self._placed: dict[tuple[int, torch.device], int] = {}  # index of the storage of a lane on a device
         self.views: dict[Any, LayerTensors] = {}  # of lanes, for eager code; emptied when a lane moves
+        self.layers: dict[int, LayerKind] = {}  # of the caches that share it, as far as written
         self.scales: Scales = None  # of every cache that shares the pool; the first one tells
         self.shared = False  # True once any block may have had two holders
         self.free_bound = num_blocks  # host's lower bound of num_free: spares a sync per step
         self.bound_stale = False
         self._abandoned: list[Rows] = []  # of caches that are gone; their blocks go back when somebody counts
+        self._abandoned_blocks: list[list[int]] = []  # likewise, of holders without rows
+        self._reclaimers: list[weakref.WeakMethod[Callable[[int], int]]] = []
 
     def lane(self, index: int) -> Tensor:
         """Storage of lane ``index``: ``[num_blocks, elements]``."""
@@ -74,7 +78,8 @@ class KVPool(BlockPool):
     def ensure_lane(self, lane: int, elements: int, dtype: torch.dtype, device: torch.device) -> int:
         """Index of the storage of a lane's layers on ``device``, made with at least ``elements`` elements a block."""
         if (lane, device) not in self._placed:
-            self._set_lane(self.num_lanes, torch.empty(self.num_blocks, elements, dtype=dtype, device=device))
+            memory = torch.empty(self.num_blocks, elements, dtype=dtype, device=device)
+            self._set_lane(self.num_lanes, huge_pages.advise(memory))
             self._placed[lane, device] = self.num_lanes
             self.num_lanes += 1
         index = self._placed[lane, device]
@@ -112,6 +117,19 @@ class KVPool(BlockPool):
         """Take the rows of a cache that is gone: called by the garbage collector, so no tensor is touched here."""
         self._abandoned.append(rows)
 
+    def abandon_blocks(self, blocks: Iterable[int]) -> None:
+        """Take blocks whose holder is gone: called by the garbage collector, so no tensor is touched here."""
+        self._abandoned_blocks.append(list(blocks))
+
+    def add_reclaimer(self, reclaim: Callable[[int], int]) -> None:
+        """Ask ``reclaim(wanted)`` when there are too few free blocks.
+
+        Args:
+            reclaim: a method that lets go of as many blocks as are wanted, or as many as it can, and tells how many.
+                The pool does not keep its object alive.
+        """
+        self._reclaimers.append(weakref.WeakMethod(reclaim))
+
     def free_rows(self, rows: Rows) -> None:
         """Give all blocks of rows back."""
         self.free(rows.block_table, rows.seq_lens, torch.zeros_like(rows.seq_lens))
@@ -119,12 +137,12 @@ class KVPool(BlockPool):
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds. Synchronises on CUDA."""
-        self._collect()
+        self.collect()
         return super().num_free
 
     def check(self, *tables: tuple[Tensor, Tensor]) -> None:
         """Raise unless the accounts close, as :meth:`BlockPool.check` says."""
-        self._collect()
+        self.collect()
         super().check(*tables)
 
     def has_room(self, wanted: int) -> bool:
@@ -132,6 +150,7 @@ class KVPool(BlockPool):
         if self.bound_stale or wanted > self.free_bound:
             self.free_bound = self.num_free
             self.bound_stale = False
+            self._reclaim(wanted)
         return wanted <= self.free_bound
 
     def take(self, wanted: int) -> None:
@@ -150,9 +169,19 @@ class KVPool(BlockPool):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _collect(self) -> None:
+    def _reclaim(self, wanted: int) -> None:
+        """Let others give blocks up until ``wanted`` are free."""
+        for reference in self._reclaimers:
+            reclaim = reference()
+            if reclaim is not None and wanted > self.free_bound and reclaim(wanted - self.free_bound) > 0:
+                self.free_bound = self.num_free  # what they let go of may have other holders
+
+    def collect(self) -> None:
+        """Take the blocks of holders that are gone back."""
         while self._abandoned:
             self.free_rows(self._abandoned.pop())
+        while self._abandoned_blocks:
+            self.release(torch.tensor(self._abandoned_blocks.pop(), dtype=torch.int32))
 
     def _set_lane(self, index: int, lane: Tensor) -> None:
         self.views.clear()  # else they would hold the old memory
@@ -160,7 +189,7 @@ class KVPool(BlockPool):
 
 
 def _resized(lane: Tensor, num_blocks: int, elements: int | None = None) -> Tensor:
-    resized = lane.new_empty(num_blocks, elements or lane.shape[1])
+    resized = huge_pages.advise(lane.new_empty(num_blocks, elements or lane.shape[1]))
     resized[: lane.shape[0], : lane.shape[1]] = lane
     return resized
 

@@ -49,7 +49,6 @@ struct Job {
 
 // One table per instruction set.
 struct AttentionKernels {
-  const char* name;
   int64_t (*state_floats)(const AttentionParams&, const Job&);   // a partial state of one chunk
   int64_t (*scratch_bytes)(const AttentionParams&, const Job&);  // 64-byte aligned working memory of `run`
   void (*run)(const AttentionParams&, Job&, int64_t chunk, float* states, char* scratch);

@@ -8,6 +8,7 @@
 
 #include "../common/float8.h"
 #include "../params.h"
+#include "row_kernels.h"
 
 namespace paged_kv::cpu {
 
@@ -24,42 +25,6 @@ auto visit_float(DType dtype, Visit visit) {
     case DType::bfloat16: return visit(BFloat16{});
     default: fail_dtype("float32, float16 or bfloat16", dtype);
   }
-}
-
-// The same for every type that a cache may have.
-template <class Visit>
-auto visit_element(DType dtype, Visit visit) {
-  switch (dtype) {
-    case DType::float32: return visit(float{});
-    case DType::float16: return visit(Float16{});
-    case DType::bfloat16: return visit(BFloat16{});
-    case DType::float8_e4m3fn: return visit(Float8E4M3{});
-    case DType::float8_e5m2: return visit(Float8E5M2{});
-    case DType::int8: return visit(int8_t{});
-  }
-  fail_dtype("that of a cache", dtype);
-}
-
-using RowFunction = void (*)(const void* source, void* destination, int64_t size, float scale);
-
-// destination = source / scale.
-template <class From, class To>
-void divide_row(const void* source, void* destination, int64_t size, float scale) {
-  const From* __restrict from = static_cast<const From*>(source);
-  To* __restrict to = static_cast<To*>(destination);
-  if (scale == 1.0f) {
-    for (int64_t i = 0; i < size; ++i) to[i] = from_float<To>(to_float(from[i]));
-  } else {
-    for (int64_t i = 0; i < size; ++i) to[i] = from_float<To>(to_float(from[i]) / scale);
-  }
-}
-
-// destination = source * scale.
-template <class From, class To>
-void multiply_row(const void* source, void* destination, int64_t size, float scale) {
-  const From* __restrict from = static_cast<const From*>(source);
-  To* __restrict to = static_cast<To*>(destination);
-  for (int64_t i = 0; i < size; ++i) to[i] = from_float<To>(to_float(from[i]) * scale);
 }
 
 // Elements of kBytes bytes as they are; the scale is none.

@@ -23,12 +23,8 @@ struct Side {
 Side make_side(const Cache& cache, void* out, DType dtype) {
   const bool copies = dtype == cache.dtype && cache.scale.kind == ScaleKind::none;
   const bool joins_rows = cache.slot_stride == cache.head_size && cache.scale.kind != ScaleKind::per_slot;
-  Side side{cache, static_cast<char*>(out), size_of(dtype), copies ? copy_row_of(dtype) : nullptr, joins_rows};
-  if (copies) return side;
-  visit_element(cache.dtype, [&](auto from) {
-    visit_float(dtype, [&](auto to) { side.load = multiply_row<decltype(from), decltype(to)>; });
-  });
-  return side;
+  const RowFunction load = copies ? copy_row_of(dtype) : row_kernels().multiply(cache.dtype, dtype);
+  return {cache, static_cast<char*>(out), size_of(dtype), load, joins_rows};
 }
 
 float row_scale(const Scale& scale, int64_t block, int64_t offset, int64_t head) {

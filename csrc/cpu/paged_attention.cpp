@@ -1,61 +1,28 @@
 // paged_attention on CPU: plans jobs and chunks, hands them to threads, picks the kernels of an instruction set.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <new>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "attention_plan.h"
 #include "attention_policy.h"
+#include "capability.h"
 #include "kernels.h"
 #include "parallel.h"
 
 namespace paged_kv::cpu {
 namespace {
 
-#ifdef PAGED_KV_HAS_AVX2
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-#endif
-
+const AttentionKernels& attention_kernels() {
+  switch (capability()) {
 #ifdef PAGED_KV_HAS_AVX512
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("f16c");
-}
-#endif
-
-struct Capability {
-  const AttentionKernels* kernels;
-  bool supported;
-};
-
-// Best first. The build defines PAGED_KV_HAS_* for the instruction sets that its compiler knows.
-std::vector<Capability> capabilities() {
-  return {
-#ifdef PAGED_KV_HAS_AVX512
-      {&kAttentionAvx512, has_avx512()},
+    case Capability::avx512: return kAttentionAvx512;
 #endif
 #ifdef PAGED_KV_HAS_AVX2
-      {&kAttentionAvx2, has_avx2()},
+    case Capability::avx2: return kAttentionAvx2;
 #endif
-      {&kAttentionGeneric, true},
-  };
-}
-
-// PAGED_KV_CPU_CAPABILITY names one; by default the best that this machine has.
-const AttentionKernels& choose_kernels() {
-  const char* wanted = std::getenv("PAGED_KV_CPU_CAPABILITY");
-  for (const Capability& capability : capabilities())
-    if (capability.supported && (!wanted || !*wanted || std::strcmp(wanted, capability.kernels->name) == 0))
-      return *capability.kernels;
-  throw std::invalid_argument(std::string("PAGED_KV_CPU_CAPABILITY must name an instruction set of this machine "
-                                          "(generic, avx2, avx512), got ") +
-                              wanted);
+    default: return kAttentionGeneric;
+  }
 }
 
 // Memory that a thread keeps between calls.
@@ -196,7 +163,7 @@ void work(void* context, int64_t, int64_t) {
 }  // namespace
 
 void paged_attention(const AttentionParams& params) {
-  static const AttentionKernels& kernels = choose_kernels();
+  const AttentionKernels& kernels = attention_kernels();
   thread_local Plan plan;
   thread_local Arena states;
   zero_outside(params);

@@ -5,6 +5,6 @@
 
 namespace paged_kv::cpu {
 
-const AttentionKernels kAttentionAvx2 = {"avx2", state_floats, scratch_bytes, run};
+const AttentionKernels kAttentionAvx2 = {state_floats, scratch_bytes, run};
 
 }  // namespace paged_kv::cpu

@@ -5,6 +5,6 @@
 
 namespace paged_kv::cpu {
 
-const AttentionKernels kAttentionAvx512 = {"avx512", state_floats, scratch_bytes, run};
+const AttentionKernels kAttentionAvx512 = {state_floats, scratch_bytes, run};
 
 }  // namespace paged_kv::cpu

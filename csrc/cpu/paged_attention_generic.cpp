@@ -5,6 +5,6 @@
 
 namespace paged_kv::cpu {
 
-const AttentionKernels kAttentionGeneric = {"generic", state_floats, scratch_bytes, run};
+const AttentionKernels kAttentionGeneric = {state_floats, scratch_bytes, run};
 
 }  // namespace paged_kv::cpu

@@ -21,23 +21,6 @@ RowFunction stream_row_of(DType dtype) {
   return size_of(dtype) == 4 ? stream_row<4> : size_of(dtype) == 2 ? stream_row<2> : stream_row<1>;
 }
 
-using AbsmaxFunction = float (*)(const void* row, int64_t size);
-
-// The largest magnitude of a row: NaN counts as 0 and infinity as the largest float, so that neither takes the other
-// elements with it.
-template <class From>
-float absmax_of_row(const void* row, int64_t size) {
-  constexpr uint32_t kLargestFinite = kInfinityBits - 1;
-  const From* from = static_cast<const From*>(row);
-  int32_t largest = 0;  // magnitudes order like the integers of their bits
-  for (int64_t i = 0; i < size; ++i) {
-    const uint32_t magnitude = bits_of(to_float(from[i])) & 0x7fffffff;
-    const uint32_t finite = smaller(magnitude, kLargestFinite);
-    largest = std::max(largest, int32_t(choose_if_less(kInfinityBits, magnitude, 0, finite)));
-  }
-  return float_of(uint32_t(largest));
-}
-
 // Keys or values: where they come from, where they go and how.
 struct Side {
   const char* source;  // [num_tokens, num_kv_heads, head_size]
@@ -66,10 +49,8 @@ Side make_side(const void* source, DType dtype, int64_t token_stride, int64_t he
     side.store = large && rows_can_stream(cache) ? stream_row_of(dtype) : copy_row_of(dtype);
     return side;
   }
-  visit_float(dtype, [&](auto from) {
-    side.absmax = absmax_of_row<decltype(from)>;
-    visit_element(cache.dtype, [&](auto to) { side.store = divide_row<decltype(from), decltype(to)>; });
-  });
+  side.store = row_kernels().divide(dtype, cache.dtype);
+  side.absmax = row_kernels().absmax(dtype);
   return side;
 }
 

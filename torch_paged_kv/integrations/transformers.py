@@ -6,6 +6,8 @@ if the key carries a handle and otherwise calls the function with the same argum
 behind :func:`_make_mask`, which steps in only if the key length it is given came from a paged cache. So ordinary
 forwards, other caches and training see the functions they always saw.
 
+``generate`` tells a paged cache how long it will become (:mod:`.generation`), and nothing else of it changes.
+
 Models that touch keys and values between ``update`` and attention, or attend without looking up a function, get
 gathered keys and values instead (:mod:`.families`, or ``mode="gather"``). A model of that kind that is not known
 here is refused at its second layer rather than answered wrongly.
@@ -29,6 +31,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from torch_paged_kv import cache as core
 from torch_paged_kv.integrations import families, generation
+from torch_paged_kv.integrations import prefix as prefix_hooks
+from torch_paged_kv.layout import LayerShape
+from torch_paged_kv.prefix import Batch, PrefixCache
 from torch_paged_kv.scales import Scales
 from torch_paged_kv.step import Step
 from torch_paged_kv.storage import KVPool
@@ -182,6 +187,8 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             "per_slot" for 8-bit dtypes.
         pool: the pool of another cache of the same model, to share its blocks.
         mode: "auto" takes the direct path where the model can; "direct" and "gather" choose.
+        prefix_cache: known blocks of prompts, for ``generate`` to take and to add to (needs ``config``). Its pool is
+            that of the first cache it is given to, and a size is that of this pool.
 
     Padding takes no slot: a left-padded row holds its real tokens only. ``copy.deepcopy`` is a fork that shares blocks.
     """
@@ -199,6 +206,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         scales: Scales = "auto",
         pool: KVPool | None = None,
         mode: str = "auto",
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         if mode not in ("auto", "direct", "gather"):
             raise ValueError(f'mode must be "auto", "direct" or "gather", got {mode!r}')
@@ -216,6 +224,15 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             scales=scales,
             pool=pool,
         )
+        self.prefix_cache = prefix_cache
+        self._expected: Batch | None = None  # prompts to remember once they are written
+        if prefix_cache is not None:
+            prefix_hooks.check_config(config, all(isinstance(layer, PagedLayer) for layer in layers))
+            prefix_hooks.install()
+            if prefix_cache.pool is not None:
+                self.share(prefix_cache.pool)
+            if self._pool is not None:
+                prefix_cache.bind(self, self._pool)
         transformers.Cache.__init__(self, layers=layers)
         self._mode = mode
         self._direct = mode != "gather"
@@ -366,6 +383,8 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             _traced_owner[0] = self
             return length, 0
         self._choose_path()  # the model's attention implementation may have been set since
+        if self._expected is not None and self._lengths.seen >= self._expected.length:
+            self.register_prompts()
         self.announce(length)
         return KeyLength(self._mirror(exact=length > 1).seen + length, self), 0
 
@@ -462,8 +481,26 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
+    def expect_prompts(self, batch: Batch) -> None:
+        """Remember the prompts of a batch as soon as they are written."""
+        self._expected = batch
+
+    def register_prompts(self) -> None:
+        """Remember the expected prompts, which are written now."""
+        batch, self._expected = self._expected, None
+        if batch is not None and self.prefix_cache is not None:
+            self.prefix_cache.register_batch(self, batch)
+
+    def check(self) -> None:
+        """Raise if the accounts of the pool do not close; nobody but the cache and its prefix cache may hold blocks."""
+        if self.prefix_cache is None:
+            core.PagedKVCache.check(self)
+        else:
+            self.prefix_cache.check(self)
+
     def reset(self) -> None:
         """Give every block back; the pool keeps its memory."""
+        self._expected = None
         core.PagedKVCache.reset(self)
         for layer in self._other_layers():
             layer.reset()
@@ -492,6 +529,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             scales=self.scales,
             pool=self._pool,
             mode=self._mode,
+            prefix_cache=self.prefix_cache,
             **size,
         )
         for index, layer in enumerate(self.layers):
@@ -500,6 +538,12 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             elif index >= len(blank.layers):
                 blank.layers.append(PagedLayer(blank, layer.index, layer.window))
         return blank
+
+    def _new_pool(self, key: Tensor, shape: LayerShape) -> KVPool:
+        pool = core.PagedKVCache._new_pool(self, key, shape)
+        if self.prefix_cache is not None:
+            self.prefix_cache.bind(self, pool)
+        return pool
 
     def _layers_of(self, config: Any) -> list[Any]:
         """The layers Transformers would make for a ``DynamicCache``, with the attention ones replaced by paged ones."""

@@ -1,0 +1,58 @@
+#include "capability.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace paged_kv::cpu {
+namespace {
+
+#ifdef PAGED_KV_HAS_AVX2
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+#ifdef PAGED_KV_HAS_AVX512
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+struct Candidate {
+  const char* name;
+  Capability capability;
+  bool supported;
+};
+
+// Best first. The build defines PAGED_KV_HAS_* for the instruction sets that its compiler knows.
+Capability choose() {
+  const Candidate candidates[] = {
+#ifdef PAGED_KV_HAS_AVX512
+      {"avx512", Capability::avx512, has_avx512()},
+#endif
+#ifdef PAGED_KV_HAS_AVX2
+      {"avx2", Capability::avx2, has_avx2()},
+#endif
+      {"generic", Capability::generic, true},
+  };
+  const char* wanted = std::getenv("PAGED_KV_CPU_CAPABILITY");
+  for (const Candidate& candidate : candidates)
+    if (candidate.supported && (!wanted || !*wanted || std::strcmp(wanted, candidate.name) == 0))
+      return candidate.capability;
+  throw std::invalid_argument(std::string("PAGED_KV_CPU_CAPABILITY must name an instruction set of this machine "
+                                          "(generic, avx2, avx512), got ") +
+                              wanted);
+}
+
+}  // namespace
+
+Capability capability() {
+  static const Capability chosen = choose();
+  return chosen;
+}
+
+}  // namespace paged_kv::cpu

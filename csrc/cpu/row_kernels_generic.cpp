@@ -1,0 +1,7 @@
+#include "row_loops.h"
+
+namespace paged_kv::cpu {
+
+const RowKernels kRowsGeneric = {divide_of, multiply_of, absmax_of};
+
+}  // namespace paged_kv::cpu
