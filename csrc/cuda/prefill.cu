@@ -136,8 +136,13 @@ Encode encoder() {
   static const Encode found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
     check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
           "cuTensorMapEncodeTiled");
+#else
+    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result),
+          "cuTensorMapEncodeTiled");
+#endif
     if (result != cudaDriverEntryPointSuccess)
       throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
