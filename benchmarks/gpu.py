@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cuda_decode, cuda_ops, peers, timing
+from benchmarks import cuda_decode, cuda_ops, cuda_prefill, peers, timing
 
 MULTI_QUERY_SHAPES = [s for s in cuda_decode.SHAPES if s[0] == (32, 8, 128) and s[1:3] in ((1, 8192), (8, 8192))]
 PEER_SHAPES = [s[:3] for s in cuda_decode.SHAPES if s[0] == (32, 8, 128) and s[2] < 32768]
@@ -77,7 +77,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", nargs="*", default=["decode", "multi_query", "eight_bit", "ops"])
+    parser.add_argument("--only", nargs="*", default=["decode", "multi_query", "eight_bit", "prefill", "ops"])
     parser.add_argument("--peers", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -96,6 +96,8 @@ def main() -> None:
         results["multi_query"] = cuda_decode.run(read, (2, 4, 16), MULTI_QUERY_SHAPES)
     if "eight_bit" in arguments.only:
         results["eight_bit"] = cuda_decode.run_eight_bit(read)
+    if "prefill" in arguments.only:
+        results["prefill"] = cuda_prefill.run(results["ceilings"]["bf16 TFLOP/s"] * 1e12)
     if "ops" in arguments.only:
         results["ops"] = cuda_ops.run()
     if arguments.peers:

@@ -63,6 +63,7 @@ struct AttentionLaunch {
   int32_t window_left, window_right;  // clipped to 2^30
   int32_t grid, warps;  // of the attention launch: thread blocks, and warps of one
   int32_t max_rows;  // of an item, if max_seqlen_q is the bound it should be
+  int32_t row_limit;  // sequences of more packed rows are another launch's
   bool causal, deterministic;
   NarrowCache key_cache, value_cache;  // tensor-core kernel
   const void* query;
@@ -209,7 +210,8 @@ class Schedule {
   __device__ static Sequence sequence_at(const AttentionLaunch& a, int32_t index) {
     const int32_t begin = max(0, min(a.cu_seqlens_q[index], a.num_tokens));
     const int32_t end = max(begin, min(a.cu_seqlens_q[index + 1], a.num_tokens));
-    return {index, begin, end - begin, max(0, min(a.seq_lens[index], a.capacity))};
+    const bool ours = (end - begin) * int32_t(a.group.value) <= a.row_limit;
+    return {index, begin, ours ? end - begin : 0, max(0, min(a.seq_lens[index], a.capacity))};
   }
 
   __device__ static Work work_of(const AttentionLaunch& a, const Sequence& sequence) {

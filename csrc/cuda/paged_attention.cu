@@ -3,6 +3,7 @@
 #include "attention_general.cuh"
 #include "attention_launch.h"
 #include "kernels.h"
+#include "prefill.h"
 
 namespace paged_kv::cuda {
 namespace {
@@ -178,6 +179,7 @@ NarrowCache narrow(const Cache& cache) {
 
 AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   AttentionLaunch a{};
+  a.row_limit = INT32_MAX;
   a.seq_lens = p.seq_lens;
   a.cu_seqlens_q = p.cu_seqlens_q;
   a.block_table = p.block_table;
@@ -220,12 +222,23 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
 
 }  // namespace
 
-int64_t paged_attention_workspace(const AttentionParams& params) { return plan_attention(params).bytes; }
+int64_t paged_attention_workspace(const AttentionParams& params) {
+  const int64_t bytes = round_up(plan_attention(params).bytes, 256);
+  return bytes + (prefill::fits(params) ? prefill::workspace_bytes(params) : 0);
+}
 
 void paged_attention(const AttentionParams& params, cudaStream_t stream) {
   if (params.num_tokens == 0 || params.num_heads == 0) return;
   const AttentionPlan plan = plan_attention(params);
-  const AttentionLaunch launch = launch_of(params, plan);
+  AttentionLaunch launch = launch_of(params, plan);
+  if (prefill::fits(params)) {
+    // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
+    const bool alone = params.num_seqs == 1 && !params.deterministic;
+    launch.row_limit = alone ? 0 : prefill::kDecodeRows;
+    void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
+    prefill::launch(params, launch.row_limit, alone, memory, stream);
+    if (alone) return;
+  }
   launch_attention(launch, plan, stream);
   switch (plan.rows) {
     case general::kRows: return launch_merge<general::kRows, general::kKeys>(launch, stream);

@@ -1,0 +1,108 @@
+"""Prefill attention: operations a second against a large matrix product, and a batch of prefills beside decodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cuda_decode import attention
+from benchmarks.pools import BLOCK_SIZE, Pool, tables
+from benchmarks.timing import gpu_time
+from torch_paged_kv import reference
+
+# (query heads, kv heads, head size), batch, new tokens, tokens before, target as a share of the matrix product
+SHAPES: list[tuple[tuple[int, int, int], int, int, int, float | None]] = [
+    ((32, 8, 128), 1, 8192, 0, 0.86),
+    ((32, 8, 128), 1, 8192, 8192, 0.85),
+    ((32, 8, 128), 4, 4096, 0, 0.80),
+    ((32, 8, 128), 4, 4096, 8192, None),
+    ((32, 8, 128), 16, 1024, 0, None),
+    ((32, 8, 128), 1, 512, 8192, None),
+    ((64, 8, 128), 1, 8192, 0, None),
+    ((32, 8, 64), 1, 8192, 0, 0.62),
+    ((32, 8, 256), 1, 8192, 0, 0.90),
+]
+MIXED = ([2048] + [1] * 63, [2048] + [4096] * 63)  # spans, lengths
+MIXED_TARGET_US = 300.0
+
+
+def check(pool: Pool, heads: int) -> float:
+    """Relative error of a ragged batch against the float64 reference."""
+    spans, lens = [300, 1, 513, 90], [300, 900, 700, 1000]
+    head_size = pool.key_cache.shape[-1]
+    query, cu, seq_lens = batch_tensors(spans, lens, heads, head_size)
+    table = torch.randperm(pool.num_blocks)[: 4 * 64].view(4, 64).to("cuda", torch.int32)
+    out = attention(pool, query, table, seq_lens, cu, max(spans))
+    exact, _ = reference.attention_in(
+        torch.float64, query, pool.key_cache, pool.value_cache, table, seq_lens, cu, max(spans), scale=head_size**-0.5
+    )
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def batch_tensors(spans: list[int], lens: list[int], heads: int, head_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [tokens, heads, head_size] bfloat16, cu_seqlens_q, seq_lens."""
+    query = torch.randn(sum(spans), heads, head_size, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, *spans], device="cuda").cumsum(0).int()
+    return query, cu, torch.tensor(lens, dtype=torch.int32, device="cuda")
+
+
+def operations(heads: int, head_size: int, batch: int, new: int, prior: int) -> float:
+    """4 x head size for each (query, visible key) pair."""
+    return 4.0 * head_size * heads * batch * (new * prior + new * (new + 1) / 2)
+
+
+def run(matmul_ceiling: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    pool, key = None, None
+    for (heads, kv_heads, head_size), batch, new, prior, target in SHAPES:
+        if key != (kv_heads, head_size):
+            pool, key = None, (kv_heads, head_size)
+            pool = Pool.random(2 << 30, kv_heads, head_size, BLOCK_SIZE, torch.bfloat16)
+        assert pool is not None
+        query, cu, lens = batch_tensors([new] * batch, [new + prior] * batch, heads, head_size)
+        calls = [
+            lambda table=table: attention(pool, query, table, lens, cu, new)  # noqa: B023
+            for table in tables(pool, batch, new + prior)
+        ]
+        seconds = gpu_time(calls)
+        rate = operations(heads, head_size, batch, new, prior) / seconds
+        rows.append(
+            {
+                "op": "paged_attention",
+                "heads": f"{heads}/{kv_heads}",
+                "head_size": head_size,
+                "batch": batch,
+                "new": new,
+                "prior": prior,
+                "us": seconds * 1e6,
+                "TFLOP/s": rate * 1e-12,
+                "share": rate / matmul_ceiling,
+                "target": target,
+                "error": check(pool, heads),
+            }
+        )
+    return [*rows, run_mixed()]
+
+
+def run_mixed() -> dict[str, Any]:
+    """One prefill of 2,048 tokens and 63 decodes over 4,096 keys in one call."""
+    spans, lens = MIXED
+    pool = Pool.random(4 << 30, 8, 128, BLOCK_SIZE, torch.bfloat16)
+    query, cu, seq_lens = batch_tensors(spans, lens, 32, 128)
+    calls = [
+        lambda table=table: attention(pool, query, table, seq_lens, cu, max(spans))
+        for table in tables(pool, len(spans), max(lens))
+    ]
+    return {
+        "op": "paged_attention",
+        "heads": "32/8",
+        "head_size": 128,
+        "batch": "1 prefill + 63 decodes",
+        "new": "2048, 1",
+        "prior": "0, 4095",
+        "us": gpu_time(calls) * 1e6,
+        "target": f"{MIXED_TARGET_US:.0f} us",
+        "error": check(pool, 32),
+    }

@@ -1,0 +1,239 @@
+// The prefill kernel, host side, and the launch before it that finds out on the device what there is to do.
+#include "device.cuh"
+#include "prefill.h"
+#include "prefill_launch.h"
+
+namespace paged_kv::cuda::prefill {
+namespace {
+
+constexpr int kScheduleThreads = 1024;
+constexpr int kScheduleWarps = kScheduleThreads / kWarp;
+constexpr int kBuckets = kScheduleThreads;  // of row tiles with about as many keys
+
+struct Spans {
+  int32_t token, q_len, seq_len, row_tiles;  // row_tiles: 0 if the sequence is not ours
+};
+
+__device__ Spans spans_of(const Launch& a, int32_t sequence) {
+  const AttentionParams& p = a.params;
+  const int32_t tokens = int32_t(p.num_tokens);
+  Spans s;
+  s.token = max(0, min(p.cu_seqlens_q[sequence], tokens));
+  s.q_len = max(s.token, min(p.cu_seqlens_q[sequence + 1], tokens)) - s.token;
+  s.seq_len = max(0, min(p.seq_lens[sequence], a.capacity));
+  const int32_t packed = s.q_len * a.group;
+  s.row_tiles = packed > a.decode_rows ? (packed + a.tile_rows - 1) / a.tile_rows : 0;
+  return s;
+}
+
+__device__ Tile tile_of(const Launch& a, int32_t sequence, const Spans& s, int32_t number) {
+  const int32_t rows = a.tile_rows;
+  Tile t{sequence, s.token, s.q_len, s.seq_len, number * rows, min(rows, s.q_len * a.group - number * rows), 0, 0};
+  const int32_t offset = s.seq_len - s.q_len;  // position of query 0
+  const int32_t first = offset + t.first_row / a.group, last = offset + (t.first_row + t.rows - 1) / a.group;
+  if (a.window_left >= 0) t.keys_begin = max(0, first - a.window_left);
+  t.keys_end = s.seq_len;
+  if (a.params.causal) t.keys_end = min(t.keys_end, last + 1);
+  if (a.window_right >= 0) t.keys_end = min(t.keys_end, last + a.window_right + 1);
+  t.keys_end = max(t.keys_end, 0);
+  return t;
+}
+
+// Calls function(tile) for every row tile, a warp a sequence.
+template <class Function>
+__device__ void for_each_tile(const Launch& a, Function&& function) {
+#pragma unroll 1
+  for (int32_t sequence = threadIdx.x / kWarp; sequence < a.params.num_seqs; sequence += kScheduleWarps) {
+    const Spans s = spans_of(a, sequence);
+#pragma unroll 1
+    for (int32_t number = threadIdx.x % kWarp; number < s.row_tiles; number += kWarp)
+      function(tile_of(a, sequence, s, number));
+  }
+}
+
+// Exclusive sum over the threads' values. Called by all threads.
+__device__ int32_t sum_before(int32_t value, int32_t (&sums)[kScheduleWarps]) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int32_t inclusive = value;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int32_t other = __shfl_up_sync(kFullMask, inclusive, step);
+    if (lane >= step) inclusive += other;
+  }
+  if (lane == kWarp - 1) sums[warp] = inclusive;
+  __syncthreads();
+  int32_t before = inclusive - value;
+#pragma unroll
+  for (int w = 0; w < kScheduleWarps; ++w) before += w < warp ? sums[w] : 0;
+  return before;
+}
+
+// Lists the row tiles, those with most keys first (a counting sort), and resets the counter that deals them out.
+__global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_constant__ Launch a) {
+  __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], most_keys;
+  let_dependents_start();
+  positions[threadIdx.x] = 0;
+  if (threadIdx.x == 0) most_keys = 0;
+  __syncthreads();
+  int32_t longest = 0;
+  for (int32_t sequence = threadIdx.x; sequence < a.params.num_seqs; sequence += kScheduleThreads)
+    longest = max(longest, a.params.seq_lens[sequence]);
+  atomicMax(&most_keys, min(longest, a.capacity));
+  __syncthreads();
+  int shift = 0;
+  while (most_keys >> shift >= kBuckets) ++shift;
+  const auto bucket = [shift](const Tile& t) { return kBuckets - 1 - (max(t.keys_end - t.keys_begin, 0) >> shift); };
+  for_each_tile(a, [&](const Tile& t) { atomicAdd(&positions[bucket(t)], 1); });
+  __syncthreads();
+  const int32_t count = positions[threadIdx.x], before = sum_before(count, sums);
+  positions[threadIdx.x] = before;
+  if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0};
+  __syncthreads();
+  for_each_tile(a, [&](const Tile& t) {
+    const int32_t position = atomicAdd(&positions[bucket(t)], 1);
+    if (position < a.max_tiles) a.tiles[position] = t;  // else cu_seqlens_q is no prefix sum
+  });
+}
+
+// ---- Host ----
+
+int head_size_class(const AttentionParams& p) {
+  const int64_t key_size = p.key_cache.head_size, value_size = p.value_cache.head_size;
+  const int64_t size = key_size > value_size ? key_size : value_size;
+  return size <= 64 ? 64 : size <= 128 ? 128 : 256;
+}
+
+// Packed rows of a tile: whole tokens.
+int32_t tile_rows(const AttentionParams& p) {
+  const int32_t group = int32_t(p.num_heads / p.num_kv_heads);
+  return rows_of(head_size_class(p)) / group * group;
+}
+
+int64_t max_tiles(const AttentionParams& p) {
+  return divide_up(p.num_tokens * (p.num_heads / p.num_kv_heads), tile_rows(p)) + p.num_seqs;
+}
+
+int32_t clip_window(int64_t window) { return window < 0 || window > (1 << 30) ? -1 : int32_t(window); }
+
+int32_t log2_of(int64_t value) {
+  for (int32_t log = 0; log < 31; ++log)
+    if (value == int64_t(1) << log) return log;
+  return -1;
+}
+
+bool is_hopper() {
+  if (current_device().compute_capability != 90) return false;
+  static int8_t known[kMaxDevices];  // 1: the library has code for it, 2: it has not
+  int8_t& device = known[current_device_index()];
+  if (device == 0) device = can_run() ? 1 : 2;
+  return device == 1;
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function; the library links to no driver.
+Encode encoder() {
+  static const Encode found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
+          "cuTensorMapEncodeTiled");
+#else
+    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result),
+          "cuTensorMapEncodeTiled");
+#endif
+    if (result != cudaDriverEntryPointSuccess)
+      throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  return found;
+}
+
+CUtensorMap encode(DType dtype, void* data, const cuuint64_t (&sizes)[4], const int64_t (&strides)[3],
+                   const cuuint32_t (&box)[4]) {
+  cuuint64_t bytes[3];
+  for (int i = 0; i < 3; ++i)  // the stride of an axis of one element is never used, but must pass for one
+    bytes[i] = cuuint64_t(sizes[i + 1] > 1 ? 2 * strides[i] : 16);
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const auto type = dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  CUtensorMap map{};
+  const CUresult result =
+      encoder()(&map, type, 4, data, sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(int(result)));
+  return map;
+}
+
+// A pool as [blocks, heads, slots, dims], copied in boxes of 16 slots x 64 dims; outside it everything is zero.
+CUtensorMap map_of(const AttentionParams& p, const Cache& c) {
+  return encode(
+      c.dtype, c.data,
+      {cuuint64_t(c.head_size), cuuint64_t(p.block_size), cuuint64_t(p.num_kv_heads), cuuint64_t(p.num_blocks)},
+      {c.slot_stride, c.head_stride, c.block_stride}, {64, kBoxKeys, 1, 1});
+}
+
+// The queries as [tokens, heads, dims], copied in boxes of the tokens of a tile x the heads of a group x 64 dims.
+CUtensorMap map_of_queries(const AttentionParams& p, int32_t group, int32_t tile_rows) {
+  return encode(p.query_dtype, const_cast<void*>(p.query),
+                {cuuint64_t(p.key_cache.head_size), cuuint64_t(p.num_heads), cuuint64_t(p.num_tokens), 1},
+                {p.query_head_stride, p.query_token_stride, 0},
+                {64, cuuint32_t(group), cuuint32_t(tile_rows / group), 1});
+}
+
+Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, void* workspace) {
+  Launch a{};
+  a.keys = map_of(p, p.key_cache);
+  a.values = map_of(p, p.value_cache);
+  a.params = p;
+  a.header = static_cast<Header*>(workspace);
+  a.tiles = reinterpret_cast<Tile*>(static_cast<char*>(workspace) + kHeaderBytes);
+  a.max_tiles = int32_t(max_tiles(p));
+  a.group = int32_t(p.num_heads / p.num_kv_heads);
+  a.tile_rows = tile_rows(p);
+  a.queries = map_of_queries(p, a.group, a.tile_rows);
+  a.decode_rows = decode_rows;
+  const double capacity = double(p.max_blocks) * double(p.block_size);  // in tokens; may pass 2^63
+  a.capacity = capacity < double(1 << 30) ? int32_t(capacity) : 1 << 30;
+  a.window_left = clip_window(p.window_left);
+  a.window_right = clip_window(p.window_right);
+  a.log2_block_size = log2_of(p.block_size);
+  a.outside = outside;
+  return a;
+}
+
+}  // namespace
+
+bool fits(const AttentionParams& p) {
+  // A tensor map has 40 bits for the bytes of a stride, in units of 16.
+  const auto fits_stride = [](int64_t stride, int64_t size) {
+    return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t(1) << 38);
+  };
+  const auto is_aligned = [](const void* data) { return reinterpret_cast<intptr_t>(data) % 16 == 0; };
+  const auto fits_cache = [&](const Cache& c) {
+    return c.dtype == p.query_dtype && c.scale.kind == ScaleKind::none && c.head_size <= 256 && c.head_size % 8 == 0 &&
+           is_aligned(c.data) && fits_stride(c.block_stride, p.num_blocks) &&
+           fits_stride(c.slot_stride, p.block_size) && fits_stride(c.head_stride, p.num_kv_heads);
+  };
+  const auto fits_int32 = [](int64_t value) { return value > 0 && value < INT32_MAX; };
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  return p.query_dtype != DType::float32 && p.mask.kind == MaskKind::none && !p.alibi_slopes && p.scale > 0.0f &&
+         group <= 128 && p.block_size % kBoxKeys == 0 && fits_int32(p.block_size) && fits_int32(p.num_blocks) &&
+         double(p.num_tokens) * double(p.num_heads) < double(1 << 30) && fits_cache(p.key_cache) &&
+         fits_cache(p.value_cache) && is_aligned(p.query) && is_aligned(p.out) &&
+         fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads) &&
+         p.max_seqlen_q * group > kDecodeRows && is_hopper();
+}
+
+int64_t workspace_bytes(const AttentionParams& p) { return kHeaderBytes + max_tiles(p) * int64_t(sizeof(Tile)); }
+
+void launch(const AttentionParams& p, int32_t decode_rows, bool outside, void* workspace, cudaStream_t stream) {
+  const Launch a = launch_of(p, decode_rows, outside, workspace);
+  const int size_class = head_size_class(p);
+  schedule<<<1, kScheduleThreads, 0, stream>>>(a);
+  check_launch("paged_attention");
+  if (p.query_dtype == DType::float16) return launch_float16(a, size_class, stream);
+  launch_bfloat16(a, size_class, stream);
+}
+
+}  // namespace paged_kv::cuda::prefill

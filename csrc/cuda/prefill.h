@@ -1,0 +1,22 @@
+// The prefill kernel of Hopper (docs/kernels/prefill.md) as paged_attention.cu sees it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../params.h"
+
+namespace paged_kv::cuda::prefill {
+
+// Packed rows (query token x head of the group) of a sequence up to which the decode kernel serves it.
+inline constexpr int32_t kDecodeRows = 64;
+
+// Does the kernel take the long sequences of this call?
+bool fits(const AttentionParams& params);
+
+// Bytes of scratch memory, 256-byte aligned, that launch() needs.
+int64_t workspace_bytes(const AttentionParams& params);
+
+// Serves the sequences of more than `decode_rows` packed rows. `outside`: gives zeros to tokens of no sequence.
+void launch(const AttentionParams& params, int32_t decode_rows, bool outside, void* workspace, cudaStream_t stream);
+
+}  // namespace paged_kv::cuda::prefill
