@@ -136,6 +136,18 @@ void next_keys(const AttentionParams& p, const Job& job, KeyCursor& cursor, int 
   }
 }
 
+// Fetches the lines of per-slot scales, each once where slots are in order.
+PAGED_KV_INLINE void fetch_scales(const Scale& scale, const int64_t* offsets, int count, int64_t kv_head) {
+  if (scale.kind != ScaleKind::per_slot) return;
+  const float* data = scale.data + kv_head * scale.head_stride;
+  uintptr_t fetched = 0;
+  for (int i = 0; i < count; ++i) {
+    const uintptr_t line = reinterpret_cast<uintptr_t>(data + offsets[i]) / 64;
+    if (line != fetched) __builtin_prefetch(data + offsets[i]);
+    fetched = line;
+  }
+}
+
 // Gathers per-slot scales times `factor`.
 PAGED_KV_INLINE void gather_scales(const Scale& scale, const int64_t* offsets, int count, int64_t kv_head, float factor,
                                    float* out) {

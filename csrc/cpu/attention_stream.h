@@ -346,6 +346,15 @@ struct StreamKernel {
     return {head_base(p.key_cache, head), of.key, of.count, row_bytes(p.key_cache)};
   }
 
+  // Fetches the scales of the slots behind `list`, a head ahead as keys_after does: two lines of a block each.
+  PAGED_KV_INLINE void fetch_scales_after(int64_t h, const KeyList& list, const KeyList& next) const {
+    const bool same = h + 1 < job.kv_head_end;
+    const int64_t head = same ? h + 1 : job.kv_head_begin;
+    const KeyList& of = same || next.count == 0 ? list : next;
+    fetch_scales(p.key_cache.scale, of.key_scale, of.count, head);
+    fetch_scales(p.value_cache.scale, of.value_scale, of.count, head);
+  }
+
   static const char* head_base(const Cache& cache, int64_t head) { return row_of(cache, 0, 0, head); }
   static int row_bytes(const Cache& cache) { return int(cache.head_size * size_of(cache.dtype)); }
 
@@ -362,6 +371,7 @@ struct StreamKernel {
       for (int64_t h = job.kv_head_begin; h < job.kv_head_end; ++h) {
         const int64_t first = (h - job.kv_head_begin) * rows;
         const char* values = head_base(p.value_cache, h);
+        fetch_scales_after(h, *list, *next);
         score(head_base(p.key_cache, h), *list, int(p.key_cache.head_size), queries + first * query_stride,
               query_stride, rows, scores, {values, list->value, list->count, row_bytes(p.value_cache)});
         absorb_head(*list, h, state, first);
