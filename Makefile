@@ -2,7 +2,7 @@
 # make test   the whole suite, real models included
 # make sanitize   the op tests on a CPU library built with AddressSanitizer and UndefinedBehaviorSanitizer (minutes)
 #
-# Both need Python >= 3.10 and a C++ compiler alone. An active virtual environment that has a torch is used as it is;
+# All need Python >= 3.10 and a C++ compiler alone. An active virtual environment that has a torch is used as it is;
 # otherwise .venv is made, with TORCH in it. Nothing that is installed later can replace that torch.
 
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
