@@ -12,6 +12,12 @@ from torch_paged_kv import ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_KV_PREFILL", "1")
+
+
 RAGGED = ([300, 77, 512, 1, 90], [300, 1000, 513, 700, 90])  # spans, lengths: with and without a prior, a decode, tails
 
 
