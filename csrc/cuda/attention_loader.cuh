@@ -1,0 +1,259 @@
+// Loads of the tensor-core attention kernel: the shape of its tiles and stages, and the walk of a warp over its tiles.
+#pragma once
+
+#include <type_traits>
+
+#include "attention_formats.cuh"
+#include "attention_schedule.cuh"
+
+namespace paged_kv::cuda::mma {
+
+inline constexpr int kKeys = 16;  // of a tile
+
+// Sizes that follow from the cache's elements, the head-size class and the number of 8-row tiles of an item. Queries live
+// in registers, where they fit beside the sums. The number of warps is a matter of shared memory: of run time.
+template <class Format, int kHeadSize, int kTiles>
+struct Shape {
+  static constexpr int kRows = kTiles * 8;
+  static constexpr int kMaxWarps = kHeadSize <= 128 ? 4 : 2;
+  static constexpr int kRowBytes = kHeadSize * Format::kBytes;
+  static constexpr int kStageBytes = kKeys * kRowBytes * 2;  // K rows, then V rows
+  // Expanding 8-bit elements is work between a tile's arrival and the next request: more warps hide it.
+  static constexpr int kBlocksOfSm = Format::kBytes == 1 && kTiles == 1 ? 3 : 2;
+  static constexpr int kWarpBytes =
+      kBlocksOfSm == 3 ? (kHeadSize == 256 ? 32 : 16) << 10 : (kHeadSize == 256 ? 48 : 24) << 10;
+  static constexpr int kStages = kWarpBytes / kStageBytes;  // of a warp
+  static constexpr int kRowsPerMerge = kStageBytes / (kHeadSize * 4);  // rows of float results a stage has room for
+  static constexpr bool kQueriesInShared = Format::kBytes == 2 && kHeadSize * kTiles >= 512;
+  static constexpr int kQueryBytes = kQueriesInShared ? kRows * kHeadSize * 2 : 0;
+};
+
+// What is known of a tile in a stage: a bit for each key that some row sees; scales of K, then of V, where each slot
+// has its own.
+template <class Format, int kBytes = Format::kBytes>
+struct TileNotes {
+  uint32_t visible;
+  float scales[2][kKeys];
+};
+
+template <class Format>
+struct TileNotes<Format, 2> {
+  uint32_t visible;
+};
+
+__device__ inline int num_warps() { return blockDim.x / kWarp; }
+
+// Where 16-byte chunk `chunk` of row `row` of a tile lies in shared memory: chunks of a row are permuted by the row's
+// number, so that one column's chunks of eight rows lie in different banks. With row = a + b where a and b have no bits
+// in common, and chunk = c + d likewise, this is (swizzled(a, c) ^ swizzle(b) ^ (d % 8 << 4)) + the rest of b and d:
+// addresses are one exclusive or away from a lane's own constant. Stages are aligned, so their address may be added
+// first.
+template <int kRowBytes>
+__host__ __device__ constexpr uint32_t swizzle(int row) {
+  return uint32_t(kRowBytes >= 128 ? row & 7 : row >> 1 & 3) << 4;
+}
+
+template <int kRowBytes>
+__host__ __device__ constexpr uint32_t swizzled(int row, int chunk) {
+  return uint32_t(row * kRowBytes + (chunk << 4)) ^ swizzle<kRowBytes>(row);
+}
+
+// Copies a tile of which not all keys are there, or whose keys lie in several blocks. Lane l knows where key l % 16 is.
+template <int kRowBytes, int kElementBytes>
+__device__ __noinline__ void copy_scattered_rows(const NarrowCache& cache, int32_t kv_head, int32_t block,
+                                                 int32_t offset, uint32_t visible, uint32_t target) {
+  constexpr int kChunks = kRowBytes / 16, kRowsAtOnce = kWarp / kChunks;
+  const int lane = threadIdx.x % kWarp, chunk = lane % kChunks;
+  const bool in_row = chunk * 16 < cache.head_size * kElementBytes;
+  const char* base = cache.data + kv_head * cache.head_bytes + 16 * chunk;
+  const int64_t own = int64_t(block) * cache.block_bytes + uint32_t(offset) * cache.slot_bytes;
+#pragma unroll 1
+  for (int row = lane / kChunks; row < kKeys; row += kRowsAtOnce) {
+    const int64_t bytes = __shfl_sync(kFullMask, own, row);
+    const bool valid = in_row && (visible >> row & 1);
+    copy_async(target + swizzled<kRowBytes>(row, chunk), valid ? base + bytes : cache.data, valid, streaming_policy());
+  }
+}
+
+// Walks over the tiles of one warp, through all segments of its thread block, and loads them. Where tiles do not cross
+// blocks, a warp reads its next 32 table entries at once and far ahead: a load that waited for its own table entry
+// would also wait for all loads issued before.
+template <class Format, int kHeadSize, int kTiles, bool kDeterministic>
+class Loader {
+ public:
+  using S = Shape<Format, kHeadSize, kTiles>;
+  using Notes = TileNotes<Format>;
+  using Planned = Schedule<S::kRows, kKeys, kDeterministic>;
+
+  __device__ Loader(const AttentionLaunch& a, const Planned& schedule) : a_(a), schedule_(schedule) {
+    whole_blocks_ = a.block_size % kKeys == 0;
+    lane_target_ = swizzled<kRowBytes>(lane() / kChunks, lane() % kChunks);
+    key_in_row_ = lane() % kChunks * 16 < a.key_cache.head_size * Format::kBytes;
+    value_in_row_ = lane() % kChunks * 16 < a.value_cache.head_size * Format::kBytes;
+    dense_ = a.key_cache.slot_bytes == kRowBytes && a.value_cache.slot_bytes == kRowBytes;
+  }
+
+  // Begins with segment `s`, which the schedule has given and moved past.
+  __device__ void begin(const Segment& s, int32_t position) {
+    position_ = position;
+    done_ = false;
+    if (!enter(s)) next_segment();
+  }
+
+  // Loads the next tile (if any is left) into a stage, and notes what is there.
+  __device__ void load(uint32_t stage, Notes& notes) {
+    if (!done_) {
+      copy(stage, notes);
+      tile_ += num_warps();
+      if (tile_ >= last_) next_segment();
+    }
+    commit_copies();
+  }
+
+  // Tiles of a segment go to the warps in turn, counted from the segment's begin; those no row sees are left out.
+  __device__ static int32_t first_tile(const Segment& s) {
+    const int32_t skipped = s.keys.begin / kKeys - s.tile_begin, first = threadIdx.x / kWarp;
+    if (skipped <= first) return s.tile_begin + first;
+    return s.tile_begin + first + (skipped - first + num_warps() - 1) / num_warps() * num_warps();
+  }
+
+  __device__ static int32_t end_tile(const Segment& s) {
+    const int32_t visible = s.keys.end > s.keys.begin ? (s.keys.end + kKeys - 1) / kKeys : s.tile_begin;
+    return min(visible, s.tile_end);
+  }
+
+ private:
+  static constexpr int kRowBytes = S::kRowBytes;
+  static constexpr int kChunks = kRowBytes / 16;  // 16-byte chunks of a row
+  static constexpr int kRowsAtOnce = kWarp / kChunks;  // rows that one instruction of the warp loads
+
+  __device__ static int lane() { return threadIdx.x % kWarp; }
+
+  // The next segment in which this warp has a tile.
+  __device__ void next_segment() {
+    Segment s;
+    while (schedule_.next(position_, s))
+      if (enter(s)) return;
+    done_ = true;
+  }
+
+  __device__ bool enter(const Segment& s) {
+    tile_ = first_tile(s);
+    last_ = end_tile(s);
+    if (tile_ >= last_) return false;
+    keys_ = s.keys;
+    kv_head_ = s.kv_head;
+    table_ = a_.block_table + s.sequence.index * a_.table_stride;
+    entry_ = 0;
+    if (whole_blocks_) {
+      entries_ = read_entries(tile_);
+      if (last_ - tile_ > kWarp * num_warps()) next_entries_ = read_entries(tile_ + kWarp * num_warps());
+    }
+    key_lane_ = lane_offset(a_.key_cache);
+    value_lane_ = lane_offset(a_.value_cache);
+    return true;
+  }
+
+  // Table entries of this warp's 32 tiles from `tile` on, one a lane.
+  __device__ int32_t read_entries(int32_t tile) const {
+    tile += lane() * num_warps();
+    return tile < last_ ? table_[column_of(tile * kKeys)] : -1;
+  }
+
+  __device__ int32_t column_of(int32_t key) const {
+    return a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / a_.block_size;
+  }
+
+  // This lane's chunk of its first row, in bytes from the block's begin, were the tile at the block's begin.
+  __device__ uint32_t lane_offset(const NarrowCache& cache) const {
+    return kv_head_ * cache.head_bytes + lane() / kChunks * cache.slot_bytes + lane() % kChunks * 16;
+  }
+
+  __device__ bool is_mapped(int32_t block) const { return uint32_t(block) < uint32_t(a_.num_blocks); }
+
+  __device__ void copy(uint32_t stage, Notes& notes) {
+    const int32_t first = tile_ * kKeys;
+    if (!whole_blocks_) return copy_across_blocks(stage, notes);
+    const int32_t block = __shfl_sync(kFullMask, entries_, entry_);
+    if (++entry_ == kWarp) {
+      entry_ = 0;
+      entries_ = next_entries_;
+      const int32_t ahead = tile_ + (kWarp + 1) * num_warps();
+      if (ahead < last_) next_entries_ = read_entries(ahead);
+    }
+    const int32_t offset = first - column_of(first) * a_.block_size;
+    if (is_mapped(block) && first >= keys_.begin && first + kKeys <= keys_.end) {
+      if (lane() == 0) notes.visible = 0xffff;
+      copy_scales(block, offset + lane() % kKeys, true, notes);
+      copy_rows(a_.key_cache, key_lane_, key_in_row_, block, offset, stage);
+      copy_rows(a_.value_cache, value_lane_, value_in_row_, block, offset, stage + S::kStageBytes / 2);
+    } else {
+      copy_scattered(block, offset + lane() % kKeys, stage, notes);
+    }
+  }
+
+  __device__ void copy_across_blocks(uint32_t stage, Notes& notes) {
+    const int32_t key = tile_ * kKeys + lane() % kKeys, column = column_of(key);
+    const int32_t block = key >= keys_.begin && key < keys_.end ? table_[column] : -1;
+    copy_scattered(block, key - column * a_.block_size, stage, notes);
+  }
+
+  // Lane l says where key l % 16 of the tile lies.
+  __device__ void copy_scattered(int32_t block, int32_t offset, uint32_t stage, Notes& notes) {
+    const int32_t key = tile_ * kKeys + lane() % kKeys;
+    const bool seen = is_mapped(block) && key >= keys_.begin && key < keys_.end;
+    const uint32_t bits = __ballot_sync(kFullMask, seen) & 0xffff;
+    if (lane() == 0) notes.visible = bits;
+    copy_scales(block, offset, seen, notes);
+    const auto copy_rows_of = copy_scattered_rows<kRowBytes, Format::kBytes>;
+    copy_rows_of(a_.key_cache, kv_head_, block, offset, bits, stage);
+    copy_rows_of(a_.value_cache, kv_head_, block, offset, bits, stage + S::kStageBytes / 2);
+  }
+
+  // Scales of the slots, where each has its own: lanes 0-15 those of K, lanes 16-31 those of V. 0 where nothing is seen.
+  __device__ void copy_scales(int32_t block, int32_t offset, bool seen, Notes& notes) const {
+    if constexpr (Format::kBytes == 1) {
+      const Scale& scale = lane() < kKeys ? a_.params.key_cache.scale : a_.params.value_cache.scale;
+      if (scale.kind != ScaleKind::per_slot) return;
+      const float* source = scale.data;
+      if (seen) source += block * scale.block_stride + offset * scale.slot_stride + kv_head_ * scale.head_stride;
+      copy_word_async(shared_address(&notes.scales[lane() / kKeys][lane() % kKeys]), source, seen);
+    }
+  }
+
+  // All 16 rows lie one after the other in one block.
+  __device__ void copy_rows(const NarrowCache& cache, uint32_t lane_offset, bool in_row, int32_t block, int32_t offset,
+                            uint32_t target) const {
+    const char* row = cache.data + uint64_t(uint32_t(block)) * cache.block_bytes + lane_offset;
+    row += uint32_t(offset) * cache.slot_bytes;
+    target += lane_target_;
+    // With rows side by side, as in a pool that the library made, all addresses are constants away from the first.
+    if (dense_) {
+      copy_rows(row, std::integral_constant<uint32_t, kRowsAtOnce * kRowBytes>{}, in_row, target);
+    } else {
+      copy_rows(row, kRowsAtOnce * cache.slot_bytes, in_row, target);
+    }
+  }
+
+  template <class Step>
+  __device__ void copy_rows(const char* row, Step step, bool in_row, uint32_t target) const {
+#pragma unroll
+    for (int i = 0; i < kKeys / kRowsAtOnce; ++i)
+      copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row + uint64_t(i) * step,
+                 in_row, policy_);
+  }
+
+  const AttentionLaunch& a_;
+  const Planned& schedule_;
+  int32_t position_ = 0;
+  const int32_t* table_ = nullptr;
+  uint32_t key_lane_ = 0, value_lane_ = 0;
+  KeyRange keys_{};
+  int32_t kv_head_ = 0, tile_ = 0, last_ = 0;
+  int32_t entries_ = -1, next_entries_ = -1, entry_ = 0;
+  uint32_t lane_target_;
+  uint64_t policy_ = streaming_policy();
+  bool done_ = true, whole_blocks_, dense_, key_in_row_, value_in_row_;
+};
+
+}  // namespace paged_kv::cuda::mma
