@@ -547,6 +547,8 @@ def test_autocast_changes_nothing(device: torch.device) -> None:
 
 _CAPABILITIES = {"AVX512": ["generic", "avx2", "avx512"], "AVX2": ["generic", "avx2"]}
 AVAILABLE = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ["generic"])
+if torch.cpu._is_amx_tile_supported():
+    AVAILABLE = [*AVAILABLE, "amx"]
 
 
 IS_SUBPROCESS = "PAGED_KV_TESTS_AGAIN" in os.environ

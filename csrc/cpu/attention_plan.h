@@ -54,6 +54,6 @@ struct AttentionKernels {
   void (*run)(const AttentionParams&, Job&, int64_t chunk, float* states, char* scratch);
 };
 
-extern const AttentionKernels kAttentionGeneric, kAttentionAvx2, kAttentionAvx512;
+extern const AttentionKernels kAttentionGeneric, kAttentionAvx2, kAttentionAvx512, kAttentionAmx;
 
 }  // namespace paged_kv::cpu

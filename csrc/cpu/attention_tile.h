@@ -10,7 +10,7 @@ namespace paged_kv::cpu {
 namespace {
 
 constexpr int kBlockKeys = kMaxKeys;
-constexpr int kStripRows = 24;  // a multiple of every kMicroRows
+constexpr int kStripRows = kMicroRows == 32 ? 32 : 24;  // a multiple of kMicroRows
 constexpr int kPanel = kPair;   // columns of the register block
 static_assert(kStripRows % kMicroRows == 0 && kBlockKeys % kPanel == 0,
               "strips and blocks must hold whole register blocks");
@@ -56,6 +56,66 @@ void multiply_block(const float* a, const float* b, int steps, float* c, int64_t
     store(c + r * c_stride + kLanes, sum[r][1]);
   }
 }
+
+// The two products of a register block of rows: with a panel of keys, and with one of values. kSteps: how many steps
+// are taken at a time. kRowMajor: how queries are packed, [rows][steps] or [row blocks][steps][kMicroRows].
+template <class Step>
+struct Product {
+  static constexpr int kSteps = 1;
+  static void score(const float* queries, const float* panel, int steps, float* scores) {
+    multiply_block<Step, 1, kMicroRows, false>(queries, panel, steps, scores, kBlockKeys);
+  }
+  static void add_values(const float* weights, const float* panel, int steps, float* accumulator, int64_t width) {
+    multiply_block<Step, kBlockKeys, 1, true>(weights, panel, steps, accumulator, width);
+  }
+};
+
+#ifdef __AMX_BF16__
+constexpr bool kRowMajorQueries = true;
+
+template <>
+struct Product<BFloat16Step> {
+  static constexpr int kSteps = kTileRows;
+  static void score(const float* queries, const float* panel, int steps, float* scores) {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+    multiply(queries, steps, panel, steps);
+    store_sums(scores, kBlockKeys);
+  }
+  static void add_values(const float* weights, const float* panel, int steps, float* accumulator, int64_t width) {
+    load_tile<0>(accumulator, width);
+    load_tile<1>(accumulator + kTileRows, width);
+    load_tile<2>(accumulator + kTileRows * width, width);
+    load_tile<3>(accumulator + kTileRows * width + kTileRows, width);
+    multiply(weights, kBlockKeys, panel, steps);
+    store_sums(accumulator, width);
+  }
+
+ private:
+  static void multiply(const float* a, int64_t a_stride, const float* b, int steps) {
+    for (int k = 0; k < steps; k += kSteps) {
+      load_tile<4>(a + k, a_stride);
+      load_tile<5>(a + kTileRows * a_stride + k, a_stride);
+      load_tile<6>(b + k * kPanel, kPanel);
+      load_tile<7>(b + k * kPanel + kTileRows, kPanel);
+      multiply_tiles<0, 4, 6>();
+      multiply_tiles<1, 4, 7>();
+      multiply_tiles<2, 5, 6>();
+      multiply_tiles<3, 5, 7>();
+    }
+  }
+  static void store_sums(float* c, int64_t stride) {
+    store_tile<0>(c, stride);
+    store_tile<1>(c + kTileRows, stride);
+    store_tile<2>(c + kTileRows * stride, stride);
+    store_tile<3>(c + kTileRows * stride + kTileRows, stride);
+  }
+};
+#else
+constexpr bool kRowMajorQueries = false;
+
+PAGED_KV_INLINE void begin_tiles() {}
+PAGED_KV_INLINE void end_tiles() {}
+#endif
 
 // Keys of the list -> [panels][depth][kPanel] floats. Along depth the elements have the order in which T loads.
 template <class T>
@@ -107,14 +167,17 @@ void pack_keys_bfloat16(const char* keys, const KeyList& list, int size, float* 
   }
 }
 
-// As pack_values; a step holds keys 2i and 2i + 1 as pairs, even elements first, then odd ones.
+// As pack_values; a step holds keys 2i and 2i + 1 as pairs, even elements first, then odd ones. Zeros fill it up to as
+// many steps as are taken at a time.
 template <class T>
 void pack_values_bfloat16(const char* values, const KeyList& list, int size, float* out) {
+  const int padded = int(round_up(list.count, 2 * Product<BFloat16Step>::kSteps));
   for (int d = 0; d < size; d += kPair)
-    for (int t = 0; t < list.count; t += 2, out += kPanel) {
-      const Vec x = load_bfloat16<T>(values + list.value[t] + d * sizeof(T), size - d);
-      const Vec y =
-          t + 1 < list.count ? load_bfloat16<T>(values + list.value[t + 1] + d * sizeof(T), size - d) : zero();
+    for (int t = 0; t < padded; t += 2, out += kPanel) {
+      const auto load_key = [&](int i) {
+        return i < list.count ? load_bfloat16<T>(values + list.value[i] + d * sizeof(T), size - d) : zero();
+      };
+      const Vec x = load_key(t), y = load_key(t + 1);
       const Pair pairs = pair_rows(x, y);
       store(out, pairs.a);
       store(out + kLanes, pairs.b);
@@ -198,12 +261,14 @@ struct TileKernel {
   }
   int64_t query_of(int row) const { return row / job.group(); }
 
-  // Queries -> [row blocks][key_steps][kMicroRows]; `row_buffer` holds one row.
+  // Queries as Product wants them; `row_buffer` holds one row.
   void pack_queries(float* row_buffer) const {
+    constexpr int kStride = kRowMajorQueries ? 1 : kMicroRows;
     for (int r = 0; r < padded_rows; ++r) {
-      float* out = queries + int64_t(r / kMicroRows) * key_steps * kMicroRows + r % kMicroRows;
+      const int64_t block = r / kMicroRows, row = r % kMicroRows;
+      float* out = queries + block * key_steps * kMicroRows + (kRowMajorQueries ? row * key_steps : row);
       if (r < rows) load_row(job.query_begin + query_of(r), head_of(r), row_buffer);
-      for (int k = 0; k < key_steps; ++k) out[k * kMicroRows] = r < rows ? row_buffer[k] : 0.0f;
+      for (int k = 0; k < key_steps; ++k) out[k * kStride] = r < rows ? row_buffer[k] : 0.0f;
     }
   }
 
@@ -219,22 +284,22 @@ struct TileKernel {
     for (int panel = panels.begin; panel < panels.end; ++panel)
       for (int r = first; r < last; r += kMicroRows) {
         fetch.step();
-        multiply_block<Step, 1, kMicroRows, false>(queries + int64_t(r) * key_steps,
-                                                   keys + int64_t(panel) * key_steps * kPanel, key_steps,
-                                                   scores + (r - first) * kBlockKeys + panel * kPanel, kBlockKeys);
+        Product<Step>::score(queries + int64_t(r) * key_steps, keys + int64_t(panel) * key_steps * kPanel, key_steps,
+                             scores + (r - first) * kBlockKeys + panel * kPanel);
       }
   }
 
   template <class Step>
   void value_strip(int first, int last, LocalRange entries, const State& state, Fetch& fetch) const {
-    const int steps = int(round_up(list->count, Step::kDepth)) / Step::kDepth, begin = entries.begin / Step::kDepth;
-    const int end = int(round_up(entries.end, Step::kDepth)) / Step::kDepth;
+    constexpr int kKeys = Step::kDepth * Product<Step>::kSteps;  // are added at a time
+    const int steps = int(round_up(list->count, kKeys)) / Step::kDepth;
+    const int begin = entries.begin / kKeys * Product<Step>::kSteps;
+    const int end = int(round_up(entries.end, kKeys)) / Step::kDepth;
     for (int64_t d = 0; d < width; d += kPanel)
       for (int r = first; r < last; r += kMicroRows) {
         fetch.step();
-        multiply_block<Step, kBlockKeys, 1, true>(scores + (r - first) * kBlockKeys + begin,
-                                                  values + (d * steps + begin * kPanel), end - begin,
-                                                  state.accumulator + r * width + d, width);
+        Product<Step>::add_values(scores + (r - first) * kBlockKeys + begin, values + (d * steps + begin * kPanel),
+                                  end - begin, state.accumulator + r * width + d, width);
       }
   }
 
@@ -317,7 +382,9 @@ struct TileKernel {
         continue;
       }
 #endif
+#ifndef __AMX_BF16__
       attend_strip<FloatStep>(first, last, state, fetch_keys, fetch_values);
+#endif
     }
   }
 
@@ -326,6 +393,7 @@ struct TileKernel {
     const PackFunction pack_k = key_packer(), pack_v = value_packer();
     KeyCursor cursor{range.begin, range.end};
     pack_queries(scores);
+    begin_tiles();
     next_keys(p, job, cursor, kBlockKeys, kPanel, *list);
     while (list->count > 0) {
       next_keys(p, job, cursor, kBlockKeys, kPanel, *next);
@@ -335,6 +403,7 @@ struct TileKernel {
       list = next;
       next = done;
     }
+    end_tiles();
   }
 };
 

@@ -5,6 +5,12 @@
 #include <stdexcept>
 #include <string>
 
+#ifdef PAGED_KV_HAS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace paged_kv::cpu {
 namespace {
 
@@ -22,6 +28,18 @@ bool has_avx512() {
 }
 #endif
 
+#ifdef PAGED_KV_HAS_AMX
+// The kernel hands the tiles' state to processes that ask, once.
+bool has_amx() {
+  constexpr unsigned kBFloat16 = 1u << 22, kTiles = 1u << 24;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a, b, c, d;
+  if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBFloat16) == 0 || (d & kTiles) == 0)
+    return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 struct Candidate {
   const char* name;
   Capability capability;
@@ -31,6 +49,9 @@ struct Candidate {
 // Best first. The build defines PAGED_KV_HAS_* for the instruction sets that its compiler knows.
 Capability choose() {
   const Candidate candidates[] = {
+#ifdef PAGED_KV_HAS_AMX
+      {"amx", Capability::amx, has_amx()},
+#endif
 #ifdef PAGED_KV_HAS_AVX512
       {"avx512", Capability::avx512, has_avx512()},
 #endif
@@ -44,7 +65,7 @@ Capability choose() {
     if (candidate.supported && (!wanted || !*wanted || std::strcmp(wanted, candidate.name) == 0))
       return candidate.capability;
   throw std::invalid_argument(std::string("PAGED_KV_CPU_CAPABILITY must name an instruction set of this machine "
-                                          "(generic, avx2, avx512), got ") +
+                                          "(generic, avx2, avx512, amx), got ") +
                               wanted);
 }
 

@@ -3,7 +3,7 @@
 
 namespace paged_kv::cpu {
 
-enum class Capability { generic, avx2, avx512 };
+enum class Capability { generic, avx2, avx512, amx };
 
 // The best that the machine has, or the one that PAGED_KV_CPU_CAPABILITY names. Chosen once; throws
 // std::invalid_argument if the machine does not have it.

@@ -15,6 +15,9 @@ namespace {
 
 const AttentionKernels& attention_kernels() {
   switch (capability()) {
+#ifdef PAGED_KV_HAS_AMX
+    case Capability::amx: return kAttentionAmx;
+#endif
 #ifdef PAGED_KV_HAS_AVX512
     case Capability::avx512: return kAttentionAvx512;
 #endif

@@ -17,7 +17,11 @@ namespace {
 using Vec = __m512;
 constexpr int kLanes = 16;
 constexpr int kPair = 2 * kLanes;
+#ifdef __AMX_BF16__
+constexpr int kMicroRows = 32;  // 2 x 2 tiles of 16 x 16 accumulators, 2 of A and 2 of B
+#else
 constexpr int kMicroRows = 12;  // 12 x 2 accumulators, 2 vectors of B and a broadcast in 32 registers
+#endif
 constexpr bool kHasBFloat16Dot = true;
 
 struct Pair {
