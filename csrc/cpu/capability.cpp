@@ -29,7 +29,7 @@ bool has_avx512() {
 #endif
 
 #ifdef PAGED_KV_HAS_AMX
-// The kernel hands the tiles' state to processes that ask, once.
+// The operating system hands the tiles' state to processes that ask, once.
 bool has_amx() {
   constexpr unsigned kBFloat16 = 1u << 22, kTiles = 1u << 24;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -46,11 +46,13 @@ struct Candidate {
   bool supported;
 };
 
-// Best first. The build defines PAGED_KV_HAS_* for the instruction sets that its compiler knows.
+// Best first. The build defines PAGED_KV_HAS_* for the instruction sets that its compiler knows. AMX was tested with its
+// tiles emulated: until it has run on a machine that has them, it is taken only where it is named.
 Capability choose() {
+  const char* wanted = std::getenv("PAGED_KV_CPU_CAPABILITY");
   const Candidate candidates[] = {
 #ifdef PAGED_KV_HAS_AMX
-      {"amx", Capability::amx, has_amx()},
+      {"amx", Capability::amx, wanted && std::strcmp(wanted, "amx") == 0 && has_amx()},
 #endif
 #ifdef PAGED_KV_HAS_AVX512
       {"avx512", Capability::avx512, has_avx512()},
@@ -60,7 +62,6 @@ Capability choose() {
 #endif
       {"generic", Capability::generic, true},
   };
-  const char* wanted = std::getenv("PAGED_KV_CPU_CAPABILITY");
   for (const Candidate& candidate : candidates)
     if (candidate.supported && (!wanted || !*wanted || std::strcmp(wanted, candidate.name) == 0))
       return candidate.capability;
