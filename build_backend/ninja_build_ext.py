@@ -9,13 +9,13 @@ Sources are found by where they lie and what they are called:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import platforms
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 from toolchain import INSTRUCTION_SETS, MIN_TORCH, Cuda, Torch, find_cuda, find_torch, instruction_sets
@@ -28,19 +28,15 @@ CUDA_LIBRARY = "torch_paged_kv._C_cuda"
 
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter")
 CXX_FLAGS = (
-    *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-    *("-ffunction-sections", "-fdata-sections", f"-ffile-prefix-map={SOURCE_DIR}/=", *WARNINGS),
+    *("-std=c++17", *platforms.compile_flags()),
+    *(f"-ffile-prefix-map={SOURCE_DIR.as_posix()}/=", *WARNINGS),
 )
 # -O1 comes last and wins: checks would make the kernels take minutes to compile.
 SANITIZE_FLAGS = (f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-g1", "-O1") if SANITIZE else ()
 # NaN and infinity keep their meaning: no -ffast-math, whose start-up code would also flush denormals process-wide.
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
 HOST_FLAGS = ("-O2",)
-LINK_FLAGS = (
-    *("-shared", "-Wl,--gc-sections", f"-Wl,--version-script={SOURCE_DIR / 'csrc' / 'exports.map'}"),
-    *(SANITIZE_FLAGS or ("-Wl,-s",)),
-    *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
-)
+EXPORTS = SOURCE_DIR / "csrc" / "exports.map"
 
 
 def target_version() -> str:
@@ -91,17 +87,18 @@ class NinjaFile:
             self.lines += ["  rspfile = $out.rsp", f"  rspfile_content = {response}"]
 
     def _edge(self, rule: str, output: str, inputs: list[str], flags: list[str], depends: str = "") -> str:
-        self.lines.append(f"build {output}: {rule} {' '.join(inputs)}{' | ' + depends if depends else ''}")
+        needed = " ".join(map(platforms.escaped, inputs)) + (f" | {platforms.escaped(depends)}" if depends else "")
+        self.lines.append(f"build {output}: {rule} {needed}")
         self.lines.append(f"  flags = {' '.join(flags)}")
         return output
 
     def _object(self, source: Path, flags: list[str], tag: str = "") -> str:
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
-        output = f"{source.with_suffix('')}{tag}.o"
-        return self._edge(rule, output, [str(SOURCE_DIR / source)], flags)
+        output = f"{source.with_suffix('').as_posix()}{tag}.o"
+        return self._edge(rule, output, [(SOURCE_DIR / source).as_posix()], flags)
 
     def _host_flags(self) -> list[str]:
-        return [*CXX_FLAGS, *HOST_FLAGS, target_version(), "-isystem", str(self.torch.include), *SANITIZE_FLAGS]
+        return [*CXX_FLAGS, *HOST_FLAGS, target_version(), "-isystem", self.torch.include.as_posix(), *SANITIZE_FLAGS]
 
     def _cpu_kernel(self, source: Path, built_sets: set[str]) -> str | None:
         """Add a CPU kernel's object with its instruction set; None if this compiler does not know the set."""
@@ -135,8 +132,9 @@ class NinjaFile:
 
     def _library(self, name: str, objects: list[str], flags: list[str]) -> None:
         output = f"{name.rpartition('.')[2]}.so"
-        link = [f"-L{self.torch.lib}", *LINK_FLAGS, *flags]
-        self.lines.append(f"default {self._edge('link', output, objects, link, str(SOURCE_DIR / 'csrc/exports.map'))}")
+        link = platforms.link_flags(self.compiler, self.torch.lib, EXPORTS, strip=not SANITIZE)
+        edge = self._edge("link", output, objects, [*link, *SANITIZE_FLAGS, *flags], EXPORTS.as_posix())
+        self.lines.append(f"default {edge}")
 
     def write(self, path: Path) -> None:
         """Write the file unless it says the same already, so that ninja sees no change."""
@@ -153,15 +151,14 @@ class NinjaBuildExt(build_ext):
         torch, cuda = find_torch(), find_cuda()
         if torch is None:
             raise RuntimeError(f"building torch_paged_kv needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]} in {sys.prefix}")
-        ninja_file = NinjaFile(os.environ.get("CXX", "g++"), torch, cuda)
+        ninja_file = NinjaFile(os.environ.get("CXX") or platforms.default_compiler(), torch, cuda)
         ninja_file.add_cpu_library()
         if cuda:
             ninja_file.add_cuda_library()
         for line in self._findings(ninja_file):
             print(f"torch_paged_kv build: {line}", flush=True)
         BUILD_DIR.mkdir(parents=True, exist_ok=True)
-        with (BUILD_DIR / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one tree share the directory
+        with platforms.locked(BUILD_DIR / "lock"):
             ninja_file.write(BUILD_DIR / "build.ninja")
             self._run_ninja()
             self._remove_old_libraries()
@@ -191,5 +188,5 @@ class NinjaBuildExt(build_ext):
             target = Path(self.get_ext_fullpath(extension))
             target.parent.mkdir(parents=True, exist_ok=True)
             for directory in (target.parent, *(SOURCE_DIR / "build").glob("lib*/torch_paged_kv")):
-                for old in directory.glob(f"{extension.rpartition('.')[2]}*.so"):
+                for old in directory.glob(f"{extension.rpartition('.')[2]}*{target.suffix}"):
                     old.unlink()

@@ -145,6 +145,8 @@ def instruction_sets(compiler: str) -> dict[str, tuple[str, ...]]:
         return {}
     known = {}
     for name, flags in INSTRUCTION_SETS.items():
+        if name == "amx" and sys.platform != "linux":
+            continue  # the permission to use it is asked for by a Linux system call
         command = [compiler, *flags, "-x", "c++", "-fsyntax-only", "-"]
         if subprocess.run(command, input=b"", capture_output=True, check=False).returncode == 0:
             known[name] = flags

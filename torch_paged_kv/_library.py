@@ -11,7 +11,7 @@ _DIRECTORY = Path(__file__).parent
 
 def find_library(name: str) -> Path | None:
     """Path of a built library by its name without suffix, or None."""
-    return next(iter(sorted(_DIRECTORY.glob(f"{name}*.so"))), None)
+    return next(iter(sorted(path for suffix in ("so", "pyd") for path in _DIRECTORY.glob(f"{name}*.{suffix}"))), None)
 
 
 def load_libraries() -> None:
