@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -194,3 +195,11 @@ def test_issue_template_asks_for_the_versions(template: Path) -> None:
     assert {"name", "description", "body"} <= form.keys()
     assert "python -m torch_paged_kv info" in template.read_text()
     assert all(field["validations"]["required"] for field in form["body"])
+
+
+def test_make_wheel_installs_what_the_extra_names() -> None:
+    extra = re.search(r"^wheel = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    tools = re.search(r"^WHEEL_TOOLS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert extra is not None
+    assert tools is not None
+    assert tools[1].replace('"', "").split() == [name.partition(";")[0] for name in ast.literal_eval(extra[1])]
