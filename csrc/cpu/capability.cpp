@@ -5,8 +5,10 @@
 #include <stdexcept>
 #include <string>
 
-#ifdef PAGED_KV_HAS_AMX
+#if defined(PAGED_KV_HAS_AVX2) || defined(PAGED_KV_HAS_AVX512)
 #include <cpuid.h>
+#endif
+#ifdef PAGED_KV_HAS_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -14,17 +16,22 @@
 namespace paged_kv::cpu {
 namespace {
 
-#ifdef PAGED_KV_HAS_AVX2
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#if defined(PAGED_KV_HAS_AVX2) || defined(PAGED_KV_HAS_AVX512)
+bool has_f16c() {  // __builtin_cpu_supports knows it in Clang from 19 on
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
 }
+#endif
+
+#ifdef PAGED_KV_HAS_AVX2
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 #endif
 
 #ifdef PAGED_KV_HAS_AVX512
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("avx512bf16") && has_f16c();
 }
 #endif
 
