@@ -70,7 +70,9 @@ def build(hook: str, source: Path, directory: Path) -> Path:
     environment = {**os.environ, "PYTHONPATH": str(source / "build_backend")}
     directory.mkdir(parents=True, exist_ok=True)
     log = run(sys.executable, "-c", script, directory, cwd=source, environment=environment)
-    print(*(line for line in log.splitlines() if line.startswith("torch_paged_kv build:")), sep="\n")
+    for line in log.splitlines():
+        if line.startswith("torch_paged_kv build:"):
+            print(line)
     return directory / log.split()[-1]
 
 
