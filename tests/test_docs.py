@@ -1,8 +1,9 @@
-"""The documentation: every page is in the navigation, every link leads somewhere, every message exists, the site builds."""
+"""The documentation: every page is in the navigation, links lead somewhere, messages exist, the site builds."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import runpy
@@ -83,6 +84,7 @@ def messages(tree: ast.AST, raised: set[str]) -> list[str]:
     return found
 
 
+@functools.cache
 def sources() -> str:
     """Every string literal of the package and of the C++ host code, neighbours joined."""
     texts = []
@@ -102,7 +104,7 @@ def entries() -> list[str]:
 
 @pytest.mark.parametrize("entry", entries())
 def test_explained_message_exists(entry: str) -> None:
-    """Its fixed parts are in the sources; "must" and "got" are put between the parts of C++ messages by one function."""
+    """Its fixed parts are in the sources; in C++ one function puts "must" and "got" between them."""
     texts = sources()
     for part in re.split(r"…|(?:^|(?<= ))must |, got", entry):
         words = part.strip(" ,:.=")
