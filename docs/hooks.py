@@ -17,6 +17,7 @@ PAGES = {
     "results/cpu.md": "benchmarks/results/cpu.md",
     "results/h200.md": "benchmarks/results/h200.md",
 }
+ROLE = re.compile(r":(?:class|func|meth):(?=<code>)")  # of docstrings, which mkdocstrings takes for text
 LINK = re.compile(r"\]\(([^)\s:#]+\.md)")
 
 
@@ -39,3 +40,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"]({posixpath.relpath(site_page, posixpath.dirname(source) or '.')}"
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Leave the names of docstrings' cross-references, without what another tool reads before them."""
+    return ROLE.sub("", html)
