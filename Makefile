@@ -1,5 +1,6 @@
 # make demo   a small model answers a few prompts through a paged cache
 # make test   the whole suite, real models included
+# make docs   the site of the documentation, into site/
 # make sanitize   the op tests on a CPU library built with AddressSanitizer and UndefinedBehaviorSanitizer (minutes)
 # make wheel   the sdist and the wheel, in dist/, and a quick set of tests on the wheel where there is no compiler
 #
@@ -28,7 +29,7 @@ INSTALL := $(RUN) -c '$(TORCH_VERSION)' > $(STAMPS)/constraints && \
 
 SOURCES := setup.py pyproject.toml $(wildcard build_backend/*.py csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test sanitize wheel clean
+.PHONY: demo test docs sanitize wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/demo
@@ -36,6 +37,9 @@ demo: $(STAMPS)/demo
 
 test: $(STAMPS)/test
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+docs: $(STAMPS)/docs
+	$(RUN) -m mkdocs build --strict
 
 sanitize: $(STAMPS)/test
 	PYTHON=$(RUN) tests/run_sanitized.sh
@@ -61,6 +65,10 @@ $(STAMPS)/wheel: $(STAMPS)/torch
 	$(INSTALL) $(WHEEL_TOOLS)
 	@touch $@
 
+$(STAMPS)/docs: $(SOURCES) $(STAMPS)/torch
+	$(INSTALL) --editable ".[docs]"
+	@touch $@
+
 $(STAMPS)/torch: | $(RUN)
 	@mkdir -p $(@D)
 	$(if $(ACTIVE),@echo "using the torch of $(ENVIRONMENT)",$(PIP) install --quiet $(TORCH))
@@ -71,4 +79,4 @@ $(RUN):
 	$(PYTHON) -m venv $(ENVIRONMENT)
 
 clean:
-	rm -rf build .venv torch_paged_kv/_C_*.so
+	rm -rf build site .venv torch_paged_kv/_C_*.so

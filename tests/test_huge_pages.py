@@ -35,7 +35,7 @@ def is_advised(tensor: Tensor) -> bool:
 def test_lanes_ask_for_huge_pages() -> None:
     assert not is_advised(torch.empty(64 << 20, dtype=torch.uint8))
     pool = KVPool(1024, 16, torch.device("cpu"), growable=True)
-    pool.ensure_lane(0, 64 << 10, torch.uint8)  # 64 MiB
+    pool.ensure_lane(0, 64 << 10, torch.uint8, pool.device)  # 64 MiB
     assert is_advised(pool.lane(0))
     pool.lane(0).fill_(7)
     pool.grow(1500)

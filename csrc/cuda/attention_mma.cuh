@@ -412,13 +412,11 @@ __device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<
     Partial parts[S::kMaxWarps];
 #pragma unroll
     for (int w = 0; w < S::kMaxWarps; ++w) {
-      const int warp = w < num_warps() ? w : 0;
-      const RowState state = shared.states[warp][first + row];
-      const int stage = warp * S::kStages + shared.stage[warp];
-      const float4 values =
-          *reinterpret_cast<const float4*>(stages + stage * S::kStageBytes + 4 * value_at<kHeadSize>(row, dim));
-      // A warp that has seen no key has perhaps stored no values: there is anything then.
-      if (w < num_warps() && state.sum != 0.0f) parts[w] = {state, values};
+      // A warp that has seen no key has perhaps stored no values: what lies there is its next tile, on its way.
+      if (w >= num_warps() || shared.states[w][first + row].sum == 0.0f) continue;
+      const char* stage = stages + (w * S::kStages + shared.stage[w]) * S::kStageBytes;
+      parts[w].state = shared.states[w][first + row];
+      parts[w].values = *reinterpret_cast<const float4*>(stage + 4 * value_at<kHeadSize>(row, dim));
     }
     put<S::kRows>(a, s, first + row, dim, combine<true>(parts));
   }
