@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pools import BLOCK_SIZE, Pool, tables
-from benchmarks.timing import gpu_time
+from benchmarks.timing import Call, gpu_time
 from torch_paged_kv import ops, reference
 
 # (query heads, kv heads, head size), batch, context, target as a share of the read ceiling (None: none was set)
@@ -64,6 +64,31 @@ def check(pool: Pool, heads: int, head_size: int, q_len: int) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
+def measured(
+    op: str,
+    heads: tuple[int, int, int],
+    batch: int,
+    context: int,
+    itemsize: int,
+    calls: list[Call],
+    read_ceiling: float,
+) -> dict[str, Any]:
+    """A row of a table: calls that each read `context` keys and values of `batch` sequences, `itemsize` bytes each."""
+    num_heads, kv_heads, head_size = heads
+    seconds = gpu_time(calls)
+    num_bytes = batch * context * kv_heads * head_size * 2 * itemsize
+    return {
+        "op": op,
+        "heads": f"{num_heads}/{kv_heads}",
+        "head_size": head_size,
+        "batch": batch,
+        "context": context,
+        "us": seconds * 1e6,
+        "GB/s": num_bytes / seconds * 1e-9,
+        "share": num_bytes / seconds / read_ceiling,
+    }
+
+
 def run(read_ceiling: float, q_lens: tuple[int, ...] = (1,), shapes: Any = SHAPES) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     pool, key = None, None
@@ -78,19 +103,11 @@ def run(read_ceiling: float, q_lens: tuple[int, ...] = (1,), shapes: Any = SHAPE
                 lambda table=table: attention(pool, query, table, lens, cu, q_len)  # noqa: B023
                 for table in tables(pool, batch, context)
             ]
-            seconds = gpu_time(calls)
-            num_bytes = batch * context * kv_heads * head_size * 4
+            row = measured("paged_attention", (heads, kv_heads, head_size), batch, context, 2, calls, read_ceiling)
             rows.append(
-                {
-                    "op": "paged_attention",
-                    "heads": f"{heads}/{kv_heads}",
-                    "head_size": head_size,
-                    "batch": batch,
-                    "context": context,
+                row
+                | {
                     "q_len": q_len,
-                    "us": seconds * 1e6,
-                    "GB/s": num_bytes / seconds * 1e-9,
-                    "share": num_bytes / seconds / read_ceiling,
                     "target": target if q_len == 1 else None,
                     "error": check(pool, heads, head_size, q_len),
                 }
@@ -122,19 +139,7 @@ def run_eight_bit(read_ceiling: float) -> list[dict[str, Any]]:
                     lambda table=table, scales=scales: attention(pool, query, table, lens, cu, 1, **scales)  # noqa: B023
                     for table in tables(pool, batch, context)
                 ]
-                seconds = gpu_time(calls)
-                num_bytes = batch * context * kv_heads * head_size * 2
-                rows.append(
-                    {
-                        "op": f"paged_attention, {str(dtype).removeprefix('torch.')}, scale per {kind}",
-                        "heads": f"{heads}/{kv_heads}",
-                        "head_size": head_size,
-                        "batch": batch,
-                        "context": context,
-                        "us": seconds * 1e6,
-                        "GB/s": num_bytes / seconds * 1e-9,
-                        "share": num_bytes / seconds / read_ceiling,
-                        "target": target,
-                    }
-                )
+                op = f"paged_attention, {str(dtype).removeprefix('torch.')}, scale per {kind}"
+                row = measured(op, (heads, kv_heads, head_size), batch, context, 1, calls, read_ceiling)
+                rows.append(row | {"target": target})
     return rows

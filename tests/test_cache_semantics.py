@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from torch_paged_kv import OutOfBlocksError, PagedKVCache
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 BLOCK = 4
 
@@ -30,12 +32,6 @@ BLOCK = 4
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return models.tiny("llama")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def prefill(model: Any, batch: dict[str, Tensor], cache: Any) -> Tensor:

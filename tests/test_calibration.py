@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,10 @@ from transformers import BatchEncoding, DynamicCache
 from torch_paged_kv import PagedKVCache, _models, _texts, calibrate, quality, reference
 from torch_paged_kv.__main__ import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 
 def largest(model: Any, batches: list[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:

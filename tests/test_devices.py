@@ -6,7 +6,6 @@ Values need a GPU (the CPU is the other device) or two; what is made where, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -20,7 +19,10 @@ from transformers import DynamicCache
 from torch_paged_kv import PagedKVCache
 from torch_paged_kv.step import Step
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 # The first pair has one device only: it shows that what moves things about here is right.
@@ -30,12 +32,6 @@ PAIRS = [
     pytest.param("cuda:0", "cpu", marks=pytest.mark.skipif(GPUS < 1, reason="needs a GPU")),
     pytest.param("cuda:0", "cuda:1", marks=pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def follow(module: torch.nn.Module, device: str) -> None:

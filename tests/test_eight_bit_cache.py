@@ -32,17 +32,14 @@ from torch_paged_kv import PagedKVCache, paged, reference
 from torch_paged_kv import cache as core
 from torch_paged_kv.scales import StaticScales
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 BLOCK = 4
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def static_scales(model: Any, dtype: torch.dtype, per: str = "per_head", num_layers: int | None = None) -> StaticScales:

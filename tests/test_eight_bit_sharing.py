@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,10 @@ from torch_paged_kv import PagedKVCache, PrefixCache, estimate
 from torch_paged_kv.files import load, save
 from torch_paged_kv.offload import HostTier
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 BLOCK = 4
 KINDS = {
@@ -25,12 +27,6 @@ KINDS = {
     "e5m2 none": (torch.float8_e5m2, None),
     "int8 per_head": (torch.int8, "per_head"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def kind_of(name: str, model: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,12 @@ from torch_paged_kv.cache import PagedKVCache as CoreCache
 from torch_paged_kv.files import load, save
 from torch_paged_kv.storage import KVPool
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def core_cache(device: torch.device | str = "cpu", length: int = 33, num_seqs: int = 1, **arguments: Any) -> CoreCache:

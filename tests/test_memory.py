@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -20,15 +20,12 @@ import torch_paged_kv
 from torch_paged_kv import PagedKVCache, sizing
 from torch_paged_kv.storage import KVPool
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 class LivingBytes(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -15,16 +14,13 @@ from torch_paged_kv import OutOfBlocksError, PagedKVCache, PrefixCache
 from torch_paged_kv.cache import PagedKVCache as CoreCache
 from torch_paged_kv.offload import HostTier
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 BLOCK = 4
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def write(cache: CoreCache, length: int, num_seqs: int = 1, device: torch.device | str | None = None) -> None:

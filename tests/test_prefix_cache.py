@@ -10,7 +10,6 @@ import sys
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -28,16 +27,13 @@ from torch_paged_kv.cache import PagedKVCache as CoreCache
 from torch_paged_kv.integrations import prefix as prefix_hooks
 from torch_paged_kv.prefix import block_digests, root_digest
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its name in every release but one
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),  # its name in every release but one
+]
 
 BLOCK = 4
 FAMILIES = ("llama", "gemma3", "mistral", "gpt_oss", "falcon")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,10 +21,7 @@ BLOCK, NUM_BLOCKS, HOST_BLOCKS, MAX_LENGTH = 3, 24, 10, 26
 STEPS, SEEDS = 20_000, 5
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Machine:

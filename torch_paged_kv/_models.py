@@ -17,7 +17,10 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,22 @@ def resolve(model: str) -> str:
     if not folder.exists():
         _convert(packaged.parts(), folder)
     return str(folder)
+
+
+def load(model: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    """A model, ready to generate, and its tokenizer, which pads at the left.
+
+    Args:
+        model: as `resolve` takes it.
+        dtype: of the weights.
+        device: to put them on.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = resolve(model)
+    auto_tokenizer: Any = AutoTokenizer
+    loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    return loaded.to(device).eval(), auto_tokenizer.from_pretrained(name, padding_side="left")
 
 
 def available(model: str) -> bool:

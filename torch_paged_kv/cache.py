@@ -254,10 +254,7 @@ class PagedKVCache(nn.Module):
         begun = step
         if self._spread:
             step = begun.on(key.device)
-        if length == 1:  # one view instead of two, in every layer of every decode step
-            key, value = key.squeeze(2), value.squeeze(2)
-        else:
-            key, value = _packed(key, step), _packed(value, step)
+        key, value = _packed(key, step), _packed(value, step)
         slots = step.slot_mapping[self._places[layer].group]
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         begun.written = step.written = layer
@@ -301,7 +298,7 @@ class PagedKVCache(nn.Module):
         tensors = step.tensors if layer == step.written else None
         key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
         out = ops.paged_attention(
-            query.squeeze(2) if step.length == 1 else _packed(query, step),
+            _packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -816,6 +813,8 @@ class PagedKVCache(nn.Module):
 
 def _packed(states: Tensor, step: Step) -> Tensor:
     """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
+    if step.length == 1:  # one view instead of two, in every layer of every decode step
+        return states.squeeze(2)
     if step.order is not None:
         states = states.gather(2, step.order[:, None, :, None].expand(states.shape))
     return states.transpose(1, 2).flatten(0, 1)

@@ -122,13 +122,8 @@ def plot(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     demo.quiet()
-    name = _models.resolve(arguments.model)
-    auto_tokenizer: Any = AutoTokenizer
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[arguments.dtype])
-    return model.to(arguments.device).eval(), auto_tokenizer.from_pretrained(name, padding_side="left")
+    return _models.load(arguments.model, DTYPES[arguments.dtype], arguments.device)
 
 
 def _first_token(model: Any, prompt: Tensor, cache: Any, new_tokens: int) -> float:

@@ -18,6 +18,8 @@ from typing import Any, TextIO, TypeVar
 import torch
 from torch import Tensor
 
+from . import _models
+
 PROMPTS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -50,16 +52,10 @@ class Run:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 if both caches gave the same tokens."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from torch_paged_kv import PagedKVCache, _models
+    from torch_paged_kv import PagedKVCache
 
     quiet()
-    name = _models.resolve(arguments.model)
-    auto_tokenizer: Any = AutoTokenizer
-    tokenizer = auto_tokenizer.from_pretrained(name, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, arguments.dtype))
-    model = model.to(arguments.device).eval()
+    model, tokenizer = _models.load(arguments.model, getattr(torch, arguments.dtype), arguments.device)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     prompts = arguments.prompt or list(PROMPTS)
     batch = encode(tokenizer, prompts).to(model.device)

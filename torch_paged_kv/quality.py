@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _models
 from ._texts import CALIBRATION, MEASURED, PROMPTS
 from .demo import progress, quiet
 
@@ -176,16 +177,8 @@ def table(results: list[Quality]) -> str:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the table of one model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from torch_paged_kv import _models
-
     quiet()
-    name = _models.resolve(arguments.model)
-    auto_tokenizer: Any = AutoTokenizer
-    tokenizer = auto_tokenizer.from_pretrained(name, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, arguments.model_dtype))
-    model = model.to(arguments.device).eval()
+    model, tokenizer = _models.load(arguments.model, getattr(torch, arguments.model_dtype), arguments.device)
     text = MEASURED if arguments.text is None else Path(arguments.text).read_text()
     meter = Meter(model, tokenizer, list(PROMPTS[: arguments.prompts]), text, arguments.tokens)
     wanted = [Kind(arguments.model_dtype)]

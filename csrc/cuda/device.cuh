@@ -65,6 +65,17 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
+// Sums over this lane and those before it.
+template <class T>
+__device__ T warp_inclusive_sum(T value) {
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T other = __shfl_up_sync(kFullMask, value, step);
+    if (int(threadIdx.x % kWarp) >= step) value += other;
+  }
+  return value;
+}
+
 // Programmatic dependent launch: the next launch on the stream is brought up while this one runs ...
 __device__ inline void let_dependents_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

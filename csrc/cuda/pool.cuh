@@ -64,12 +64,7 @@ __device__ inline bool has_claimed(const PoolState& pool, int32_t block, int64_t
 // Exclusive prefix sum over the thread block; `total` is the sum. `sums` holds kMaxWarps values.
 __device__ inline int64_t block_scan(int64_t value, int64_t* sums, int64_t& total) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
-  int64_t inclusive = value;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int64_t other = __shfl_up_sync(kFullMask, inclusive, step);
-    if (lane >= step) inclusive += other;
-  }
+  const int64_t inclusive = warp_inclusive_sum(value);
   if (lane == kWarp - 1) sums[warp] = inclusive;
   __syncthreads();
   int64_t before = 0;

@@ -57,12 +57,7 @@ __device__ void for_each_tile(const Launch& a, Function&& function) {
 // Exclusive sum over the threads' values. Called by all threads.
 __device__ int32_t sum_before(int32_t value, int32_t (&sums)[kScheduleWarps]) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  int32_t inclusive = value;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int32_t other = __shfl_up_sync(kFullMask, inclusive, step);
-    if (lane >= step) inclusive += other;
-  }
+  const int32_t inclusive = warp_inclusive_sum(value);
   if (lane == kWarp - 1) sums[warp] = inclusive;
   __syncthreads();
   int32_t before = inclusive - value;
