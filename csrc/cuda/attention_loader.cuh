@@ -15,13 +15,11 @@ inline constexpr int kKeys = 16;  // of a tile
 template <class Format, int kHeadSize, int kTiles>
 struct Shape {
   static constexpr int kRows = kTiles * 8;
-  static constexpr int kMaxWarps = kHeadSize <= 128 ? 4 : 2;
+  static constexpr int kMaxWarps = mma_max_warps(kHeadSize);
   static constexpr int kRowBytes = kHeadSize * Format::kBytes;
   static constexpr int kStageBytes = kKeys * kRowBytes * 2;  // K rows, then V rows
-  // Expanding 8-bit elements is work between a tile's arrival and the next request: more warps hide it.
-  static constexpr int kBlocksOfSm = Format::kBytes == 1 && kTiles == 1 ? 3 : 2;
-  static constexpr int kWarpBytes =
-      kBlocksOfSm == 3 ? (kHeadSize == 256 ? 32 : 16) << 10 : (kHeadSize == 256 ? 48 : 24) << 10;
+  static constexpr int kBlocksOfSm = mma_blocks_of_sm(Format::kBytes, kRows);
+  static constexpr int kWarpBytes = mma_warp_bytes(kHeadSize, kBlocksOfSm);
   static constexpr int kStages = kWarpBytes / kStageBytes;  // of a warp
   static constexpr int kRowsPerMerge = kStageBytes / (kHeadSize * 4);  // rows of float results a stage has room for
   static constexpr bool kQueriesInShared = Format::kBytes == 2 && kHeadSize * kTiles >= 512;

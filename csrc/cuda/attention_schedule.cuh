@@ -12,6 +12,17 @@
 
 namespace paged_kv::cuda {
 
+// Sizes of the tensor-core kernel that host and device must agree on. Expanding 8-bit elements is work between a tile's
+// arrival and the next request: more thread blocks an SM, with the same bytes in flight, hide it.
+__host__ __device__ constexpr int mma_blocks_of_sm(int element_bytes, int rows) {
+  return element_bytes == 1 && rows == 8 ? 3 : 2;
+}
+__host__ __device__ constexpr int mma_max_warps(int head_size_class) { return head_size_class <= 128 ? 4 : 2; }
+// Stages of one warp.
+__host__ __device__ constexpr int mma_warp_bytes(int head_size_class, int blocks_of_sm) {
+  return (blocks_of_sm == 3 ? 16 : 24) * 1024 * (head_size_class <= 128 ? 1 : 2);
+}
+
 inline constexpr int kPieces = 8;  // deterministic mode: most pieces of an item
 inline constexpr int kPieceKeys = 512;  // ... and fewest keys of a piece
 inline constexpr int kMaxSplitRows = 128;  // ... sequences with more rows than this are not cut

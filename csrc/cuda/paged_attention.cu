@@ -61,15 +61,10 @@ int rows_for(const AttentionParams& p, int head_size_class) {
   return rows <= 16 || head_size_class == 256 || size_of(p.key_cache.dtype) == 1 ? 16 : 32;
 }
 
-// Thread blocks of the tensor-core kernel that one SM has room for: see mma::Shape.
-int mma_blocks(const AttentionParams& p, const AttentionPlan& plan) {
-  return size_of(p.key_cache.dtype) == 1 && plan.rows == 8 ? 3 : 2;
-}
-
 // Warps of a thread block, by the stages that shared memory holds.
 int mma_warps(int head_size_class, int blocks, int64_t shared_bytes) {
-  const int most = head_size_class <= 128 ? 4 : 2;
-  const int64_t warp_bytes = (blocks == 3 ? 16 : 24) * 1024 * (head_size_class <= 128 ? 1 : 2);
+  const int most = mma_max_warps(head_size_class);
+  const int64_t warp_bytes = mma_warp_bytes(head_size_class, blocks);
   const int64_t fit = (shared_bytes - kFixedSharedBytes) / warp_bytes;
   return int(fit < 1 ? 1 : fit < most ? fit : most);
 }
@@ -159,7 +154,7 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   const int64_t size = key_size > value_size ? key_size : value_size;
   plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
   plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class) : general::kRows;
-  const int blocks = plan.tensor_cores ? mma_blocks(params, plan) : 3;
+  const int blocks = plan.tensor_cores ? mma_blocks_of_sm(int(size_of(params.key_cache.dtype)), plan.rows) : 3;
   plan.grid = device.num_sms * blocks;
   plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, blocks, device.shared_bytes) : general::kWarps;
   Workspace& w = plan.workspace;
