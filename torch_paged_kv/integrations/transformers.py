@@ -391,7 +391,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether generate may compile the decode steps: asked several times a step, so not of every paged layer."""
-        sized = bool(self.layers) and self.is_sized and not self._spread and VERSION >= (5,)
+        sized = len(self.layers) > 0 and self.is_sized and not self._spread and VERSION >= (5,)
         return sized and all(layer.is_compileable for layer in self._other_layers())
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
