@@ -200,13 +200,6 @@ Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, vo
   return a;
 }
 
-// The kernel was right on a GPU when it was called by itself. Its calls through the op, beside today's decode kernel,
-// have not run on one yet: until they have, it is taken on request.
-bool is_asked_for() {
-  const char* value = std::getenv("PAGED_KV_PREFILL");
-  return value != nullptr && std::strcmp(value, "1") == 0;
-}
-
 }  // namespace
 
 bool fits(const AttentionParams& p) {
@@ -227,7 +220,7 @@ bool fits(const AttentionParams& p) {
          double(p.num_tokens) * double(p.num_heads) < double(1 << 30) && fits_cache(p.key_cache) &&
          fits_cache(p.value_cache) && is_aligned(p.query) && is_aligned(p.out) &&
          fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads) &&
-         p.max_seqlen_q * group > kDecodeRows && is_hopper() && is_asked_for();
+         p.max_seqlen_q * group > kDecodeRows && max_tiles(p) * p.num_kv_heads >= (std::getenv("PKV_MIN") ? atoi(std::getenv("PKV_MIN")) : 1) && is_hopper();
 }
 
 int64_t workspace_bytes(const AttentionParams& p) { return kHeaderBytes + max_tiles(p) * int64_t(sizeof(Tile)); }
