@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
   const uint32_t own_address = shared_address(own);
 
   let_dependents_start();
-  wait_for_predecessor();
+  if (!a.beside_prefill) wait_for_predecessor();
   prefetch_table(a);
   const typename Tiles::Planned schedule(a, shared.schedule);
   Tiles loader(a, schedule);
@@ -492,6 +492,7 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
     }
   }
   zero_outside(a, schedule.owned_tokens());
+  if (a.beside_prefill) wait_for_predecessor();  // who waits for this launch waits for that one too
 }
 
 }  // namespace paged_kv::cuda::mma

@@ -235,6 +235,7 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
     prefill::launch(params, launch.row_limit, alone, memory, stream);
     if (alone) return;
+    launch.beside_prefill = true;
   }
   launch_attention(launch, plan, stream);
   switch (plan.rows) {
