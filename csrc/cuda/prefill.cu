@@ -220,6 +220,12 @@ Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, vo
   return a;
 }
 
+// Here one thread block does a unit of work from begin to end; the decode kernel splits keys among thread blocks, and is
+// faster with units for less than an eighth of the SMs. (Deterministic results must not hang on a row's neighbours.)
+bool fills_chip(const AttentionParams& p) {
+  return 8 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p);
+}
+
 }  // namespace
 
 bool fits(const AttentionParams& p) {
@@ -240,7 +246,7 @@ bool fits(const AttentionParams& p) {
          double(p.num_tokens) * double(p.num_heads) < double(1 << 30) && fits_cache(p.key_cache) &&
          fits_cache(p.value_cache) && is_aligned(p.query) && is_aligned(p.out) &&
          fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads) &&
-         p.max_seqlen_q * group > kDecodeRows && max_tiles(p) * p.num_kv_heads >= (std::getenv("PKV_MIN") ? atoi(std::getenv("PKV_MIN")) : 1) && is_hopper();
+         p.max_seqlen_q * group > kDecodeRows && (p.deterministic || fills_chip(p)) && is_hopper();
 }
 
 int64_t workspace_bytes(const AttentionParams& p) { return kHeaderBytes + max_tiles(p) * int64_t(sizeof(Tile)); }

@@ -170,8 +170,9 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers
   const int lane = threadIdx.x % kWarp;
   const int32_t kv_heads = int32_t(a.params.num_kv_heads);
   wait_for_predecessor();
-  const int32_t num_units = int32_t(blockIdx.x) < a.header->num_blocks ? a.header->num_tiles * kv_heads : 0;
-  int32_t unit = __shfl_sync(kFullMask, take_unit(a), 0), word = read_tile(a, unit, num_units);
+  const bool works = int32_t(blockIdx.x) < a.header->num_blocks;
+  const int32_t num_units = works ? a.header->num_tiles * kv_heads : 0;
+  int32_t unit = works ? __shfl_sync(kFullMask, take_unit(a), 0) : 0, word = read_tile(a, unit, num_units);
   Ring<S::kStages> keys;
   Ring<kItems> ring;
 #pragma unroll 1
