@@ -90,7 +90,13 @@ def test_what_nobody_sees_does_not_matter(head_size: int, window: int) -> None:
     for poison in (float("nan"), 0.0):
         torch.manual_seed(3)
         case = attention_case(
-            [250, 90], [333, 1001], num_heads=16, head_size=head_size, dtype=torch.bfloat16, device="cuda", poison=poison
+            [250, 90],
+            [333, 1001],
+            num_heads=16,
+            head_size=head_size,
+            dtype=torch.bfloat16,
+            device="cuda",
+            poison=poison,
         )
         case.options["window_left"] = window
         if window >= 0:  # as a sliding layer's pool gives them back
