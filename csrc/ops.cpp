@@ -136,8 +136,10 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key
 
 // `lse` null: the caller does not want it.
 Tensor attend(AttentionParams params, const Tensor& query, const Tensor* lse) {
-  Tensor out = new_tensor({params.num_tokens, params.num_heads, params.value_cache.head_size},
-                          dtype_code(params.query_dtype), query);
+  const int64_t num_tokens = params.num_tokens, num_heads = params.num_heads, size = params.value_cache.head_size;
+  const int32_t dtype = dtype_code(params.query_dtype);
+  Tensor out = query.dim() == 4 ? new_tensor({num_tokens, 1, num_heads, size}, dtype, query)
+                                : new_tensor({num_tokens, num_heads, size}, dtype, query);
   params.out = out.mutable_data_ptr();
   if (lse != nullptr) params.lse = static_cast<float*>(lse->mutable_data_ptr());
   launch_attention(params, query);

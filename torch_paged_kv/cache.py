@@ -254,7 +254,8 @@ class PagedKVCache(nn.Module):
         begun = step
         if self._spread:
             step = begun.on(key.device)
-        key, value = _packed(key, step), _packed(value, step)
+        if length > 1:  # the ops take one token of each row as it is
+            key, value = _packed(key, step), _packed(value, step)
         slots = step.slot_mapping[self._places[layer].group]
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         begun.written = step.written = layer
@@ -297,8 +298,9 @@ class PagedKVCache(nn.Module):
         """
         tensors = step.tensors if layer == step.written else None
         key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
+        one_token = step.length == 1
         out = ops.paged_attention(
-            _packed(query, step),
+            query if one_token else _packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -315,9 +317,9 @@ class PagedKVCache(nn.Module):
             value_scale=value_scale,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
-        if step.length == 1 and step.num_new is None:
-            return out.unsqueeze(1)
-        out = out.view(step.num_seqs, step.length, *out.shape[1:])
+        if one_token and step.num_new is None:
+            return out
+        out = out.view(step.num_seqs, step.length, *out.shape[-2:])
         if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
             position = torch.arange(step.length, device=out.device)
             out.masked_fill_((position < step.length - step.num_new[:, None])[:, :, None, None], 0)
@@ -813,7 +815,7 @@ class PagedKVCache(nn.Module):
 
 def _packed(states: Tensor, step: Step) -> Tensor:
     """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
-    if step.length == 1:  # one view instead of two, in every layer of every decode step
+    if step.length == 1:
         return states.squeeze(2)
     if step.order is not None:
         states = states.gather(2, step.order[:, None, :, None].expand(states.shape))
