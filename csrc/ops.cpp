@@ -64,26 +64,32 @@ Result launch(Result (*kernel)(const Params&), const Params& params, const Tenso
 }
 
 #ifdef PAGED_KV_CUDA
-template <class Params>
-void launch(void (*kernel)(const Params&, cudaStream_t), const Params& params, const Tensor& on) {
+// Calls function(stream): the current stream of the device of `on`, which is the current device meanwhile.
+template <class Function>
+void on_current_stream(const Tensor& on, Function&& function) {
   int32_t device_index = 0;
   check(aoti_torch_get_device_index(on.get(), &device_index), "reading a device index");
   const torch::stable::accelerator::DeviceGuard guard(device_index);
   void* stream = nullptr;
   check(aoti_torch_get_current_cuda_stream(device_index, &stream), "reading the current CUDA stream");
-  kernel(params, static_cast<cudaStream_t>(stream));
+  function(static_cast<cudaStream_t>(stream));
+}
+
+template <class Params>
+void launch(void (*kernel)(const Params&, cudaStream_t), const Params& params, const Tensor& on) {
+  on_current_stream(on, [&](cudaStream_t stream) { kernel(params, stream); });
 }
 
 void launch_allocate(const AllocateParams& params, const Tensor& on) { launch(backend::allocate, params, on); }
 
 // The scratch memory comes from the caching allocator: captured in a graph, it belongs to the graph.
-void launch_attention(AttentionParams params, const Tensor& on) {
-  int32_t device_index = 0;
-  check(aoti_torch_get_device_index(on.get(), &device_index), "reading a device index");
-  const torch::stable::accelerator::DeviceGuard guard(device_index);
-  const Tensor workspace = new_tensor({backend::paged_attention_workspace(params)}, aoti_torch_dtype_uint8(), on);
-  params.workspace = workspace.mutable_data_ptr();
-  launch(backend::paged_attention, params, on);
+void launch_attention(const AttentionParams& params, const Tensor& on) {
+  OptionalTensor workspace;
+  const auto allocate = [&](int64_t bytes) {
+    workspace = new_tensor({bytes}, aoti_torch_dtype_uint8(), on);
+    return workspace->mutable_data_ptr();
+  };
+  on_current_stream(on, [&](cudaStream_t stream) { backend::paged_attention(params, allocate, stream); });
 }
 #else
 void launch_allocate(const AllocateParams& params, const Tensor& on) {
