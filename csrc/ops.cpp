@@ -82,14 +82,32 @@ void launch(void (*kernel)(const Params&, cudaStream_t), const Params& params, c
 
 void launch_allocate(const AllocateParams& params, const Tensor& on) { launch(backend::allocate, params, on); }
 
-// The scratch memory comes from the caching allocator: captured in a graph, it belongs to the graph.
+// Memory of the caching allocator for the current stream, without a tensor around it. It may go back as soon as all is
+// launched, since the allocator gives it to later work of the stream only; captured in a graph, it belongs to the graph.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() {
+    if (data_ != nullptr) aoti_torch_cuda_caching_allocator_raw_delete(data_);
+  }
+
+  void* allocate(int64_t bytes) {
+    check(aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data_),
+          "allocating scratch memory");
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+};
+
 void launch_attention(const AttentionParams& params, const Tensor& on) {
-  OptionalTensor workspace;
-  const auto allocate = [&](int64_t bytes) {
-    workspace = new_tensor({bytes}, aoti_torch_dtype_uint8(), on);
-    return workspace->mutable_data_ptr();
-  };
-  on_current_stream(on, [&](cudaStream_t stream) { backend::paged_attention(params, allocate, stream); });
+  on_current_stream(on, [&](cudaStream_t stream) {
+    Scratch scratch;
+    backend::paged_attention(params, [&](int64_t bytes) { return scratch.allocate(bytes); }, stream);
+  });
 }
 #else
 void launch_allocate(const AllocateParams& params, const Tensor& on) {
