@@ -692,23 +692,24 @@ class PagedKVCache(nn.Module):
 
     def _begin_step(self, key: Tensor) -> None:
         num_seqs, _, length, _ = key.shape
-        progress = self._progress
+        progress, pool = self._progress, self.pool
         padding, progress.padding, progress.step = progress.padding, None, None
         compiling = torch.compiler.is_compiling()
         if compiling:
-            if self.pool.growable:
+            if pool.growable:
                 raise RuntimeError("a cache in a compiled graph must have a given size: PagedKVCache(num_tokens=...)")
-            progress.mirror_stale = self.pool.bound_stale = True
+            progress.mirror_stale = pool.bound_stale = True
             enough = True
         else:
-            enough = self._make_room(num_seqs, length, padding)
-        rows, pool = self._rows, self.pool
+            enough = self._make_room(pool, num_seqs, length, padding)
+        rows = self._rows
         assert rows is not None
+        block_table, seq_lens = rows.block_table, rows.seq_lens  # once: a module's buffers are slow to read
         releasing = not progress.keeping_past or progress.cropped
         cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
-            rows.block_table,
-            rows.seq_lens,
+            block_table,
+            seq_lens,
             cu_seqlens_q,
             num_seqs * length,
             num_new=None if padding is None else padding.num_new,
@@ -726,23 +727,22 @@ class PagedKVCache(nn.Module):
             num_seqs,
             length,
             slot_mapping.unbind(0),
-            rows.block_table.unbind(0),
-            rows.seq_lens,
+            block_table.unbind(0),
+            seq_lens,
             cu_seqlens_q,
             None if padding is None else padding.num_new,
             None if padding is None else padding.order,
             not compiling,
         )
 
-    def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
+    def _make_room(self, pool: KVPool, num_seqs: int, length: int, padding: Padding | None) -> bool:
         """Rows, table width and free blocks for an eager step; False if blocks may be lacking."""
         self._progress.announced = None
-        if self.num_seqs != num_seqs:
+        rows = self._rows
+        if rows is None or rows.num_seqs != num_seqs:
             if self.seen:
                 raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")
-            self._new_rows(num_seqs)
-        rows, pool = self._rows, self.pool
-        assert rows is not None
+            rows = self._new_rows(num_seqs)
         counts = [length] * num_seqs if padding is None or padding.real is None else padding.real.sum(1).tolist()
         wanted, widest = self._mirror().blocks(counts, self.block_size, pool.shared)
         width = rows.block_table.shape[2]
@@ -776,11 +776,13 @@ class PagedKVCache(nn.Module):
         block_bytes = pool.block_bytes * self.num_lanes // (len(set(self._lanes.values())) or 1)
         return max(lacking, min(ahead, max(affordable_blocks(pool.device, block_bytes), growth(pool.num_blocks))))
 
-    def _new_rows(self, num_seqs: int) -> None:
-        # A pool of given size is never outgrown by the widest table it can fill.
+    def _new_rows(self, num_seqs: int) -> Rows:
+        # A pool of given size is never outgrown by the widest table it can fill. No op's time follows the width.
         width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
-        self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
+        rows = Rows(num_seqs, max(1, width), self._group_windows, self.pool.device)
+        self._hold(rows)
         self._lengths = Lengths.of(num_seqs)
+        return rows
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()
