@@ -705,7 +705,7 @@ class PagedKVCache(nn.Module):
         rows = self._rows
         assert rows is not None
         block_table, seq_lens = rows.block_table, rows.seq_lens  # once: a module's buffers are slow to read
-        releasing = not progress.keeping_past or progress.cropped
+        releasing = self._sliding and (not progress.keeping_past or progress.cropped)
         cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
             block_table,
@@ -722,7 +722,7 @@ class PagedKVCache(nn.Module):
         rows.seen.add_(length)
         if not compiling:
             progress.cropped = False
-            self._advance(length, None if padding is None else padding.real, releasing and self._sliding)
+            self._advance(length, None if padding is None else padding.real, releasing)
         progress.step = Step(
             num_seqs,
             length,
