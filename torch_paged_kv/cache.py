@@ -93,9 +93,10 @@ class PagedKVCache(nn.Module):
     @property
     def pool(self) -> KVPool:
         """The pool of blocks. It comes to be with the first write, which tells its device."""
-        if self._pool is None:
+        pool = self._pool
+        if pool is None:
             raise RuntimeError("the cache has no pool before its first write; share one with pool= to have it earlier")
-        return self._pool
+        return pool
 
     @property
     def has_pool(self) -> bool:
@@ -119,7 +120,8 @@ class PagedKVCache(nn.Module):
     @property
     def is_sized(self) -> bool:
         """Whether the pool has a given size, so that steps may run inside a compiled graph."""
-        return bool(self._size) if self._pool is None else not self._pool.growable
+        pool = self._pool
+        return bool(self._size) if pool is None else not pool.growable
 
     def stats(self) -> dict[str, int | float]:
         """Exact numbers of what is held.

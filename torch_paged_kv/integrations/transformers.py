@@ -572,7 +572,9 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
 
     def _choose_path(self) -> None:
         if self._mode == "auto" and self._config is not None and not torch.compiler.is_compiling():
-            self._direct = not (self._is_gathered or _needs_gather(self._text_config._attn_implementation))
+            direct = not (self._is_gathered or _needs_gather(self._text_config._attn_implementation))
+            if direct != self._direct:  # a module's attributes are slow to set
+                self._direct = direct
 
     def _other_layers(self) -> Iterable[Any]:
         return (layer for layer in self.layers if not isinstance(layer, PagedLayer))
