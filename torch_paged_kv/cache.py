@@ -707,7 +707,7 @@ class PagedKVCache(nn.Module):
         rows = self._rows
         assert rows is not None
         block_table, seq_lens = rows.block_table, rows.seq_lens  # once: a module's buffers are slow to read
-        releasing = self._sliding and (not progress.keeping_past or progress.cropped)
+        releasing = not progress.keeping_past or progress.cropped
         cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
             block_table,
@@ -715,7 +715,7 @@ class PagedKVCache(nn.Module):
             cu_seqlens_q,
             num_seqs * length,
             num_new=None if padding is None else padding.num_new,
-            retain=rows.retain if releasing else None,
+            retain=rows.retain if releasing and self._sliding else None,
         )
         if not enough:
             pool.raise_if_exhausted()
@@ -724,7 +724,7 @@ class PagedKVCache(nn.Module):
         rows.seen.add_(length)
         if not compiling:
             progress.cropped = False
-            self._advance(length, None if padding is None else padding.real, releasing)
+            self._advance(length, None if padding is None else padding.real, releasing and self._sliding)
         progress.step = Step(
             num_seqs,
             length,
