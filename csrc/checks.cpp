@@ -323,11 +323,11 @@ ReshapeAndCacheParams check_reshape_and_cache(const Tensor& key, const Tensor& v
   const PoolShape pool = check_caches(k_cache, v_cache, device);
   require_no_overlap(k_cache);
   require_no_overlap(v_cache);
-  require_shape(keys, {{"num_tokens"}, {"num_kv_heads", pool.num_kv_heads}, {"head_size", k_cache.sizes[3]}});
+  const Dim heads = {"num_kv_heads", pool.num_kv_heads};
+  require_token_rows(keys, {"num_tokens"}, heads, {"head_size", k_cache.sizes[3]});
   const int64_t num_tokens = keys.sizes[0];
   require_device(values, device);
-  require_shape(values,
-                {{"num_tokens", num_tokens}, {"num_kv_heads", pool.num_kv_heads}, {"head_size_v", v_cache.sizes[3]}});
+  require_token_rows(values, {"num_tokens", num_tokens}, heads, {"head_size_v", v_cache.sizes[3]});
   const DType dtype = require_float_dtype(keys);
   require_dtype(values, keys.dtype);
   require_last_dim_contiguous(keys);
@@ -378,7 +378,7 @@ AttentionParams check_paged_attention(const Tensor& query, const Tensor& key_cac
   const Device& device = queries.device;
 
   const PoolShape pool = check_caches(k_cache, v_cache, device);
-  require_shape(queries, {{"num_tokens"}, {"num_heads"}, {"head_size", k_cache.sizes[3]}});
+  require_token_rows(queries, {"num_tokens"}, {"num_heads"}, {"head_size", k_cache.sizes[3]});
   const DType dtype = require_float_dtype(queries);
   require_last_dim_contiguous(queries);
   const int64_t num_tokens = queries.sizes[0], num_heads = queries.sizes[1];

@@ -62,7 +62,7 @@ struct AttentionParams {
   const float* sinks;            // [num_heads] or null: one logit more in the softmax, with no value
   Mask mask;
   bool deterministic;
-  void* workspace;  // CUDA: scratch of paged_attention_workspace(params) bytes, 256-byte aligned; CPU: null
+  void* workspace;  // CUDA: scratch memory, which paged_attention itself asks for; CPU: null
 };
 
 struct ReshapeAndCacheParams {

@@ -75,6 +75,7 @@ def reshape_and_cache(device: torch.device) -> list[Inputs]:
     scales = [torch.ones(3, 4, 2, device=device) for _ in range(2)]
     inputs.append(((key, value, *caches, slots, *scales), {}))
     inputs.append(((key, value, *caches, slots), {"value_scale": torch.ones(2, device=device)}))
+    inputs.append(((key[:, :, None], value[:, :, None], *caches, slots, *scales), {}))
     return inputs
 
 
@@ -90,7 +91,9 @@ def paged_attention(device: torch.device) -> list[Inputs]:
             mask=torch.ones(3, 1, 4, dtype=torch.bool, device=device),
         ),
     ]  # fmt: skip
-    return [(case.tensors(), case.options) for case in cases]
+    inputs: list[Inputs] = [(case.tensors(), case.options) for case in cases]
+    query, *rest = cases[0].tensors()
+    return [*inputs, ((query[:, :, None], *rest), cases[0].options)]
 
 
 def merge_attention_states(device: torch.device) -> list[Inputs]:

@@ -93,9 +93,10 @@ class PagedKVCache(nn.Module):
     @property
     def pool(self) -> KVPool:
         """The pool of blocks. It comes to be with the first write, which tells its device."""
-        if self._pool is None:
+        pool = self._pool
+        if pool is None:
             raise RuntimeError("the cache has no pool before its first write; share one with pool= to have it earlier")
-        return self._pool
+        return pool
 
     @property
     def has_pool(self) -> bool:
@@ -119,7 +120,8 @@ class PagedKVCache(nn.Module):
     @property
     def is_sized(self) -> bool:
         """Whether the pool has a given size, so that steps may run inside a compiled graph."""
-        return bool(self._size) if self._pool is None else not self._pool.growable
+        pool = self._pool
+        return bool(self._size) if pool is None else not pool.growable
 
     def stats(self) -> dict[str, int | float]:
         """Exact numbers of what is held.
@@ -254,7 +256,8 @@ class PagedKVCache(nn.Module):
         begun = step
         if self._spread:
             step = begun.on(key.device)
-        key, value = _packed(key, step), _packed(value, step)
+        if length > 1:  # the ops take one token of each row as it is
+            key, value = _packed(key, step), _packed(value, step)
         slots = step.slot_mapping[self._places[layer].group]
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         begun.written = step.written = layer
@@ -297,8 +300,9 @@ class PagedKVCache(nn.Module):
         """
         tensors = step.tensors if layer == step.written else None
         key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
+        one_token = step.length == 1
         out = ops.paged_attention(
-            _packed(query, step),
+            query if one_token else _packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -315,9 +319,9 @@ class PagedKVCache(nn.Module):
             value_scale=value_scale,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
-        if step.length == 1 and step.num_new is None:
-            return out.unsqueeze(1)
-        out = out.view(step.num_seqs, step.length, *out.shape[1:])
+        if one_token and step.num_new is None:
+            return out
+        out = out.view(step.num_seqs, step.length, *out.shape[-2:])
         if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
             position = torch.arange(step.length, device=out.device)
             out.masked_fill_((position < step.length - step.num_new[:, None])[:, :, None, None], 0)
@@ -690,27 +694,28 @@ class PagedKVCache(nn.Module):
 
     def _begin_step(self, key: Tensor) -> None:
         num_seqs, _, length, _ = key.shape
-        progress = self._progress
+        progress, pool = self._progress, self.pool
         padding, progress.padding, progress.step = progress.padding, None, None
         compiling = torch.compiler.is_compiling()
         if compiling:
-            if self.pool.growable:
+            if pool.growable:
                 raise RuntimeError("a cache in a compiled graph must have a given size: PagedKVCache(num_tokens=...)")
-            progress.mirror_stale = self.pool.bound_stale = True
+            progress.mirror_stale = pool.bound_stale = True
             enough = True
         else:
-            enough = self._make_room(num_seqs, length, padding)
-        rows, pool = self._rows, self.pool
+            enough = self._make_room(pool, num_seqs, length, padding)
+        rows = self._rows
         assert rows is not None
+        block_table, seq_lens = rows.block_table, rows.seq_lens  # once: a module's buffers are slow to read
         releasing = not progress.keeping_past or progress.cropped
         cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
-            rows.block_table,
-            rows.seq_lens,
+            block_table,
+            seq_lens,
             cu_seqlens_q,
             num_seqs * length,
             num_new=None if padding is None else padding.num_new,
-            retain=rows.retain if releasing else None,
+            retain=rows.retain if releasing and self._sliding else None,
         )
         if not enough:
             pool.raise_if_exhausted()
@@ -724,23 +729,22 @@ class PagedKVCache(nn.Module):
             num_seqs,
             length,
             slot_mapping.unbind(0),
-            rows.block_table.unbind(0),
-            rows.seq_lens,
+            block_table.unbind(0),
+            seq_lens,
             cu_seqlens_q,
             None if padding is None else padding.num_new,
             None if padding is None else padding.order,
             not compiling,
         )
 
-    def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
+    def _make_room(self, pool: KVPool, num_seqs: int, length: int, padding: Padding | None) -> bool:
         """Rows, table width and free blocks for an eager step; False if blocks may be lacking."""
         self._progress.announced = None
-        if self.num_seqs != num_seqs:
+        rows = self._rows
+        if rows is None or rows.num_seqs != num_seqs:
             if self.seen:
                 raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")
-            self._new_rows(num_seqs)
-        rows, pool = self._rows, self.pool
-        assert rows is not None
+            rows = self._new_rows(num_seqs)
         counts = [length] * num_seqs if padding is None or padding.real is None else padding.real.sum(1).tolist()
         wanted, widest = self._mirror().blocks(counts, self.block_size, pool.shared)
         width = rows.block_table.shape[2]
@@ -774,11 +778,13 @@ class PagedKVCache(nn.Module):
         block_bytes = pool.block_bytes * self.num_lanes // (len(set(self._lanes.values())) or 1)
         return max(lacking, min(ahead, max(affordable_blocks(pool.device, block_bytes), growth(pool.num_blocks))))
 
-    def _new_rows(self, num_seqs: int) -> None:
-        # A pool of given size is never outgrown by the widest table it can fill.
+    def _new_rows(self, num_seqs: int) -> Rows:
+        # A pool of given size is never outgrown by the widest table it can fill. No op's time follows the width.
         width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
-        self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
+        rows = Rows(num_seqs, max(1, width), self._group_windows, self.pool.device)
+        self._hold(rows)
         self._lengths = Lengths.of(num_seqs)
+        return rows
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()
@@ -813,7 +819,7 @@ class PagedKVCache(nn.Module):
 
 def _packed(states: Tensor, step: Step) -> Tensor:
     """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
-    if step.length == 1:  # one view instead of two, in every layer of every decode step
+    if step.length == 1:
         return states.squeeze(2)
     if step.order is not None:
         states = states.gather(2, step.order[:, None, :, None].expand(states.shape))

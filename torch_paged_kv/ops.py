@@ -223,8 +223,10 @@ def reshape_and_cache(
     bit.
 
     Args:
-        key: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; last dim contiguous.
-        value: [num_tokens, num_kv_heads, head_size_v]. Of another dtype than `key` (autocast): both are promoted.
+        key: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; last dim contiguous. Or one token of
+            each sequence as models have it, [num_seqs, num_kv_heads, 1, head_size]: a decode step needs no view.
+        value: [num_tokens, num_kv_heads, head_size_v], or [num_seqs, num_kv_heads, 1, head_size_v]. Of another dtype
+            than `key` (autocast): both are promoted.
         key_cache: [num_blocks, block_size, num_kv_heads, head_size], any strides, last dim contiguous; a float dtype or
             float8_e4m3fn, float8_e5m2, int8. Written.
         value_cache: [num_blocks, block_size, num_kv_heads, head_size_v]. Written.
@@ -378,7 +380,8 @@ def paged_attention(
     negative positions. A query that sees no key gives 0. Keys that no query of the row sees are never read.
 
     Args:
-        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; last dim contiguous.
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; last dim contiguous. Or one token of
+            each sequence as models have it, [num_seqs, num_heads, 1, head_size].
         key_cache: [num_blocks, block_size, num_kv_heads, head_size], any strides, last dim contiguous; its dtype need
             not be the query's.
         value_cache: [num_blocks, block_size, num_kv_heads, head_size_v].
@@ -401,7 +404,8 @@ def paged_attention(
         deterministic: make a row's bits independent of its neighbours in the batch.
 
     Returns:
-        [num_tokens, num_heads, head_size_v], contiguous, of the query's dtype.
+        [num_tokens, num_heads, head_size_v], contiguous, of the query's dtype; [num_seqs, 1, num_heads, head_size_v]
+        for a query of four dimensions.
 
     Source: paged keys after Kwon et al. (SOSP 2023); one pass with an online softmax after Milakov and Gimelshein
     (2018) and Dao et al., "FlashAttention" (2022); long rows split over the keys after "Flash-Decoding" (Dao et al.,
@@ -524,13 +528,14 @@ def _gather_blocks_fake(
 def _paged_attention_fake(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *_tables: object, **_options: object
 ) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
+    one_token = (1,) if query.dim() == 4 else ()
+    return query.new_empty((query.shape[0], *one_token, query.shape[1], value_cache.shape[3]))
 
 
 def _paged_attention_with_lse_fake(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *_tables: object, **_options: object
 ) -> tuple[Tensor, Tensor]:
-    out = query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
+    out = _paged_attention_fake(query, key_cache, value_cache)
     return out, query.new_empty((query.shape[0], query.shape[1]), dtype=torch.float32)
 
 

@@ -30,6 +30,11 @@ def _no_grad(function: _F) -> _F:
     return torch.no_grad()(function)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
+def _token_rows(states: Tensor) -> Tensor:
+    """[num_tokens, heads, size]; one token of each sequence may come as [num_seqs, heads, 1, size]."""
+    return states.squeeze(2) if states.dim() == 4 else states
+
+
 def _blocks_of(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
@@ -274,6 +279,7 @@ def reshape_and_cache(
     value_scale: Tensor | None = None,
 ) -> None:
     """Write keys and values [num_tokens, num_kv_heads, head_size(_v)] into their slots."""
+    key, value = _token_rows(key), _token_rows(value)
     for name, cache, scale in (("key_scale", key_cache, key_scale), ("value_scale", value_cache, value_scale)):
         if _is_per_slot(scale) and cache.dtype not in MAX_OF_DTYPE:
             raise ValueError(f"{name} must be per tensor or per head for a {cache.dtype} cache, got a scale per slot")
@@ -492,7 +498,7 @@ def paged_attention_with_lse(
     """Attention of packed queries over paged keys: (out, lse)."""
     out, lse = attention_in(
         torch.float32,
-        query,
+        _token_rows(query),
         key_cache,
         value_cache,
         block_table,
@@ -511,7 +517,8 @@ def paged_attention_with_lse(
         mask=mask,
         deterministic=deterministic,
     )
-    return out.to(query.dtype), lse
+    out = out.to(query.dtype)
+    return (out.unsqueeze(1) if query.dim() == 4 else out), lse
 
 
 @_no_grad

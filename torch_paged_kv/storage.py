@@ -155,8 +155,11 @@ class KVPool(BlockPool):
 
     def take(self, wanted: int) -> None:
         """Let the host's bound follow a step that takes at most ``wanted`` blocks."""
-        self.free_bound = max(0, self.free_bound - wanted)
-        self.bound_stale = False
+        # Most steps take no block, and a module's attributes are slow to set.
+        if wanted > 0:
+            self.free_bound = max(0, self.free_bound - wanted)
+        if self.bound_stale:
+            self.bound_stale = False
 
     @property
     def block_bytes(self) -> int:

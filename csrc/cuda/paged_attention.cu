@@ -106,6 +106,14 @@ int32_t line_shift(const AttentionParams& p, const AttentionPlan& plan) {
   return shift;
 }
 
+// Lines of each table row that a launch brings near: what a warp of each thread block can ask for, shared by the rows.
+uint32_t table_lines(const AttentionParams& p, const AttentionPlan& plan) {
+  const int64_t all = divide_up(p.max_blocks, kTableLine);
+  const int64_t share = int64_t(kWarp) * plan.grid / (p.num_seqs < 1 ? 1 : p.num_seqs);
+  const int64_t lines = all < share ? all : share;
+  return uint32_t(lines < 1 ? 1 : lines);
+}
+
 // ---- Launches ----
 
 template <int kDims>
@@ -195,6 +203,7 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.window_right = clip_window(p.window_right);
   a.grid = plan.grid;
   a.per_grid = divisor_of(uint32_t(plan.grid));
+  a.table_lines = divisor_of(table_lines(p, plan));
   a.warps = plan.warps;
   const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
   a.max_rows = int32_t(rows < 1 ? 1 : rows < plan.rows ? rows : plan.rows);
@@ -219,16 +228,13 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
 
 }  // namespace
 
-int64_t paged_attention_workspace(const AttentionParams& params) {
-  const int64_t bytes = round_up(plan_attention(params).bytes, 256);
-  return bytes + (prefill::fits(params) ? prefill::workspace_bytes(params) : 0);
-}
-
-void paged_attention(const AttentionParams& params, cudaStream_t stream) {
+void paged_attention(AttentionParams params, const Allocate& allocate, cudaStream_t stream) {
   if (params.num_tokens == 0 || params.num_heads == 0) return;
   const AttentionPlan plan = plan_attention(params);
+  const bool has_prefill = prefill::fits(params);
+  params.workspace = allocate(round_up(plan.bytes, 256) + (has_prefill ? prefill::workspace_bytes(params) : 0));
   AttentionLaunch launch = launch_of(params, plan);
-  if (prefill::fits(params)) {
+  if (has_prefill) {
     // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
     const bool alone = params.num_seqs == 1 && !params.deterministic;
     launch.row_limit = alone ? 0 : prefill::kDecodeRows;
