@@ -1,0 +1,73 @@
+// Divides rows into the runs of neighbours that save most reads by reading their first blocks together.
+#include <algorithm>
+#include <vector>
+
+#include "../common/shared_prefixes.h"
+#include "kernels.h"
+
+namespace paged_kv::cpu {
+namespace {
+
+constexpr int32_t kMost = INT32_MAX;
+
+// Columns, from the first, in which a row and the one before it hold the same blocks.
+int32_t common_blocks(const SharedPrefixParams& p, int64_t row) {
+  const int32_t *before = entries_of(p, row - 1), *own = entries_of(p, row);
+  return int32_t(std::mismatch(before, before + shareable_blocks(p, row), own).first - before);
+}
+
+// starts[end]: first row of the last run of the best division of rows 0 .. end - 1. Of equal ones, the shortest run.
+std::vector<int64_t> best_starts(const SharedPrefixParams& p, const std::vector<int32_t>& common) {
+  std::vector<int64_t> best(size_t(p.num_seqs) + 1, 0), starts(size_t(p.num_seqs) + 1, 0);
+  std::vector<int32_t> least(size_t(p.num_seqs), kMost);  // [start]: blocks that all rows start .. row share
+  int64_t first = 0;  // rows before it share nothing with `row`
+  for (int64_t row = 0; row < p.num_seqs; ++row) {
+    if (common[size_t(row)] == 0) first = row;
+    int64_t saved = best[size_t(row)], start = row;
+    for (int64_t i = row - 1; i >= first; --i) {
+      least[size_t(i)] = std::min(least[size_t(i)], common[size_t(row)]);
+      const int64_t candidate = best[size_t(i)] + saved_keys(p, row - i + 1, least[size_t(i)]);
+      if (candidate > saved) {
+        saved = candidate;
+        start = i;
+      }
+    }
+    best[size_t(row) + 1] = saved;
+    starts[size_t(row) + 1] = start;
+  }
+  return starts;
+}
+
+void write_row(const SharedPrefixParams& p, int64_t row, int64_t shared_blocks) {
+  const int64_t suffix = length_of(p, row) - shared_blocks * p.block_size, columns = blocks_for(suffix, p.block_size);
+  const int32_t* own = entries_of(p, row) + shared_blocks;
+  int32_t* table = p.suffix_table + row * p.max_blocks;
+  std::fill(std::copy(own, own + columns, table), table + p.max_blocks, -1);
+  p.suffix_lens[row] = int32_t(suffix);
+}
+
+// Rows start .. end - 1. The queries of all of them are in the span of the first.
+void write_run(const SharedPrefixParams& p, int64_t start, int64_t end, int64_t shared_blocks) {
+  for (int64_t row = start; row < end; ++row) {
+    p.prefix_lens[row] = row == start ? int32_t(shared_blocks * p.block_size) : 0;
+    p.prefix_cu_seqlens_q[row] = p.cu_seqlens_q[row == start ? start : end];
+    write_row(p, row, shared_blocks);
+  }
+}
+
+}  // namespace
+
+void find_shared_prefixes(const SharedPrefixParams& params) {
+  std::vector<int32_t> common(size_t(params.num_seqs), 0);
+  for (int64_t row = 1; row < params.num_seqs; ++row) common[size_t(row)] = common_blocks(params, row);
+  const std::vector<int64_t> starts = best_starts(params, common);
+  params.prefix_cu_seqlens_q[params.num_seqs] = params.cu_seqlens_q[params.num_seqs];
+  for (int64_t end = params.num_seqs; end > 0; end = starts[size_t(end)]) {
+    const int64_t start = starts[size_t(end)];
+    const bool alone = end - start == 1;
+    const auto first = common.begin() + start + 1, last = common.begin() + end;
+    write_run(params, start, end, alone ? 0 : *std::min_element(first, last));
+  }
+}
+
+}  // namespace paged_kv::cpu
