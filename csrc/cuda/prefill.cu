@@ -111,6 +111,14 @@ int64_t max_tiles(const AttentionParams& p) {
   return divide_up(p.num_tokens * (p.num_heads / p.num_kv_heads), tile_rows(p)) + p.num_seqs;
 }
 
+// A unit has all the keys of its rows. A batch of few tokens a sequence in which one span is long all the same (rows that
+// read a shared prefix together) has few units with many keys: the decode kernel splits them over the chip.
+bool is_better_split(const AttentionParams& p) {
+  const int64_t rows = p.num_tokens * (p.num_heads / p.num_kv_heads);
+  const int64_t units = divide_up(rows, tile_rows(p)) * p.num_kv_heads;
+  return rows <= kDecodeRows * p.num_seqs && 2 * units < current_device().num_sms;
+}
+
 int32_t clip_window(int64_t window) { return window < 0 || window > (1 << 30) ? -1 : int32_t(window); }
 
 int32_t log2_of(int64_t value) {
@@ -227,7 +235,7 @@ bool fits(const AttentionParams& p) {
          double(p.num_tokens) * double(p.num_heads) < double(1 << 30) && fits_cache(p.key_cache) &&
          fits_cache(p.value_cache) && is_aligned(p.query) && is_aligned(p.out) &&
          fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads) &&
-         p.max_seqlen_q * group > kDecodeRows && is_hopper() && is_asked_for();
+         p.max_seqlen_q * group > kDecodeRows && !is_better_split(p) && is_hopper() && is_asked_for();
 }
 
 int64_t workspace_bytes(const AttentionParams& p) { return kHeaderBytes + max_tiles(p) * int64_t(sizeof(Tile)); }
