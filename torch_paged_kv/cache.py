@@ -301,43 +301,30 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
-        tensors = step.tensors if layer == step.written else None
-        key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
-        shared = None
         if self.share_prefix_reads and causal and window is None and mask is None and alibi_slopes is None:
             shared = self._shared_prefixes(step, self._places[layer].group)
-        if shared is not None:
-            out = shared_prefix_attention(
-                _packed(query, step),
-                key_cache,
-                value_cache,
-                shared,
-                step.length,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-                key_scale=key_scale,
-                value_scale=value_scale,
-            )
-        else:
-            out = ops.paged_attention(
-                _packed(query, step),
-                key_cache,
-                value_cache,
-                step.block_table[self._places[layer].group],
-                step.seq_lens,
-                step.cu_seqlens_q,
-                step.length,
-                scale=scale,
-                causal=causal and mask is None,
-                window_left=-1 if window is None or mask is not None else window - 1,
-                softcap=softcap,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                mask=None if mask is None else self._packed_mask(mask, step),
-            )
+            if shared is not None:
+                return self._attend_together(step, layer, query, shared, scale, softcap, sinks)
+        tensors = step.tensors if layer == step.written else None
+        key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
+        out = ops.paged_attention(
+            _packed(query, step),
+            key_cache,
+            value_cache,
+            step.block_table[self._places[layer].group],
+            step.seq_lens,
+            step.cu_seqlens_q,
+            step.length,
+            scale=scale,
+            causal=causal and mask is None,
+            window_left=-1 if window is None or mask is not None else window - 1,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            mask=None if mask is None else self._packed_mask(mask, step),
+        )
         if step.length == 1 and step.num_new is None:
             return out.unsqueeze(1)
         out = out.view(step.num_seqs, step.length, *out.shape[1:])
@@ -350,7 +337,7 @@ class PagedKVCache(nn.Module):
 
     def _shared_prefixes(self, step: Step, group: int) -> SharedPrefixes | None:
         """Which rows read blocks together in a step, found once for all layers of a group. None: each reads its own."""
-        if step.num_seqs == 1 or step.length > MAX_QUERIES:
+        if step.num_seqs == 1 or step.length > MAX_QUERIES or step.num_new is not None:
             return None
         if step.eager and not self.pool.shared:  # no block has two holders; a compiled graph cannot know that
             return None
@@ -361,6 +348,32 @@ class PagedKVCache(nn.Module):
             known_empty = step.eager and table.device.type == "cpu" and not found.any()
             step.shared_prefixes[group] = None if known_empty else found
         return step.shared_prefixes[group]
+
+    def _attend_together(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        shared: SharedPrefixes,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`attend` of a step without padding, whose rows read some of their blocks together."""
+        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
+        out = shared_prefix_attention(
+            _packed(query, step),
+            key_cache,
+            value_cache,
+            shared,
+            step.length,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
+        return out.view(step.num_seqs, step.length, *out.shape[1:])
 
     def caches(self, layer: int) -> LayerTensors:
         """A layer's key and value cache, and their scales, None where there are none, as the ops take them.
