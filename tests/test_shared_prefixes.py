@@ -65,8 +65,15 @@ def test_several_runs_and_a_row_of_its_own(device: torch.device) -> None:
 
 
 def test_nothing_is_shared(device: torch.device) -> None:
+    """No query is in a span, and every row keeps what it has."""
     rows = [[0, 1], [2, 1], [3, 1]]
-    assert find(rows, [8, 5, 2], [1, 1, 1], 1, device) == [[0] * 3, [0, 1, 2, 3], [[0, 1], [2, 1], [3, -1]], [8, 5, 2]]
+    assert find(rows, [8, 5, 2], [1, 1, 1], 1, device) == [[0] * 3, [3] * 4, [[0, 1], [2, 1], [3, -1]], [8, 5, 2]]
+
+
+def test_rows_around_the_runs_have_no_span(device: torch.device) -> None:
+    rows = [[1, 9], [7, 1], [7, 2], [3, 3], [8, 1], [8, 2], [4, 4], [5, 5]]
+    found = find(rows, [8] * 8, [2, 1, 1, 1, 3, 1, 1, 1], 1, device)
+    assert found[:2] == [[0, 4, 0, 0, 4, 0, 0, 0], [2, 2, 4, 4, 5, 9, 9, 9, 9]]
 
 
 def test_runs_save_most(device: torch.device) -> None:
@@ -103,7 +110,7 @@ def test_only_blocks_before_every_query(device: torch.device) -> None:
 def test_lengths_and_columns_out_of_range(device: torch.device) -> None:
     rows = [[1, 2], [1, 2], [1, INT32_MAX], [1, INT32_MAX]]
     assert find(rows, [INT32_MAX, 99, -3, 4], [1, 1, 1, 1], 1, device)[3] == [4, 4, 0, 4]
-    assert find([[]] * 2, [0, 0], [1, 1], 1, device) == [[0, 0], [0, 1, 2], [[], []], [0, 0]]
+    assert find([[]] * 2, [0, 0], [1, 1], 1, device) == [[0, 0], [2, 2, 2], [[], []], [0, 0]]
 
 
 def test_spans_that_do_not_begin_at_zero(device: torch.device) -> None:
@@ -141,6 +148,7 @@ def test_no_division_saves_more(rows_and_lens: list[tuple[list[int], int]], min_
     assert saved == max(keys_saved(rows, [0, *cuts], blocks, min_saved) for cuts in divisions)
     shared_of_rows = [length - rest for length, rest in zip(lens, suffix_lens)]
     assert sum(shared_of_rows) == sum(shared * (spans[row + 1] - spans[row]) for row, shared in enumerate(prefix_lens))
+    assert spans == sorted(spans)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 31, 32, 33, 200, 2500])

@@ -503,7 +503,8 @@ def find_shared_prefixes(
 
     Returns:
         prefix_lens: int32 [num_seqs], tokens that the run beginning at a row shares; 0 for every other row.
-        prefix_cu_seqlens_q: int32 [num_seqs + 1]: the first row of a run has the queries of all of it, the others none.
+        prefix_cu_seqlens_q: int32 [num_seqs + 1]: the first row of a run has the queries of all of it, the others none;
+            no row before the first run that shares, or after the last, has any.
         suffix_table: int32 [num_seqs, max_blocks], each row's blocks without the shared ones; -1 past them.
         suffix_lens: int32 [num_seqs], keys of each row without the shared ones.
 

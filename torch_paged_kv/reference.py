@@ -628,11 +628,14 @@ def find_shared_prefixes(
         max(0, length - max(0, end - begin)) // block_size for length, (begin, end) in zip(lens, pairwise(edges))
     ]
     common = [_common_blocks(rows, before_queries, row) if row else 0 for row in range(num_seqs)]
-    prefix_lens, prefix_edges = [0] * num_seqs, list(edges)
-    for start, end, shared in _best_runs(common, block_size, min_saved):
+    runs = _best_runs(common, block_size, min_saved)
+    sharing = [run for run in runs if run[2] > 0] or [(num_seqs, num_seqs, 0)]
+    first, last = sharing[0][0], sharing[-1][1]  # rows outside have no span
+    prefix_lens, prefix_edges = [0] * num_seqs, [edges[last]] * (num_seqs + 1)
+    for start, end, shared in runs:
         prefix_lens[start] = shared * block_size
         for row in range(start, end):
-            prefix_edges[row] = edges[start if row == start else end]
+            prefix_edges[row] = edges[min(max(start if row == start else end, first), last)]
             lens[row] -= shared * block_size
             blocks = rows[row][shared : shared + _blocks_of(lens[row], block_size)]
             rows[row] = blocks + [-1] * (max_blocks - len(blocks))

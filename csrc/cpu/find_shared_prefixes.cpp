@@ -46,27 +46,42 @@ void write_row(const SharedPrefixParams& p, int64_t row, int64_t shared_blocks) 
   p.suffix_lens[row] = int32_t(suffix);
 }
 
-// Rows start .. end - 1. The queries of all of them are in the span of the first.
-void write_run(const SharedPrefixParams& p, int64_t start, int64_t end, int64_t shared_blocks) {
-  for (int64_t row = start; row < end; ++row) {
-    p.prefix_lens[row] = row == start ? int32_t(shared_blocks * p.block_size) : 0;
-    p.prefix_cu_seqlens_q[row] = p.cu_seqlens_q[row == start ? start : end];
-    write_row(p, row, shared_blocks);
+// Consecutive rows and the blocks that they share.
+struct Run {
+  int64_t start, end, shared_blocks;
+};
+
+std::vector<Run> runs_of(const SharedPrefixParams& p) {
+  std::vector<int32_t> common(size_t(p.num_seqs), 0);
+  for (int64_t row = 1; row < p.num_seqs; ++row) common[size_t(row)] = common_blocks(p, row);
+  const std::vector<int64_t> starts = best_starts(p, common);
+  std::vector<Run> runs;  // the last first
+  for (int64_t end = p.num_seqs; end > 0; end = starts[size_t(end)]) {
+    const int64_t start = starts[size_t(end)];
+    const auto first = common.begin() + start + 1, last = common.begin() + end;
+    runs.push_back({start, end, first == last ? 0 : *std::min_element(first, last)});
   }
+  return runs;
 }
 
 }  // namespace
 
-void find_shared_prefixes(const SharedPrefixParams& params) {
-  std::vector<int32_t> common(size_t(params.num_seqs), 0);
-  for (int64_t row = 1; row < params.num_seqs; ++row) common[size_t(row)] = common_blocks(params, row);
-  const std::vector<int64_t> starts = best_starts(params, common);
-  params.prefix_cu_seqlens_q[params.num_seqs] = params.cu_seqlens_q[params.num_seqs];
-  for (int64_t end = params.num_seqs; end > 0; end = starts[size_t(end)]) {
-    const int64_t start = starts[size_t(end)];
-    const bool alone = end - start == 1;
-    const auto first = common.begin() + start + 1, last = common.begin() + end;
-    write_run(params, start, end, alone ? 0 : *std::min_element(first, last));
+void find_shared_prefixes(const SharedPrefixParams& p) {
+  const std::vector<Run> runs = runs_of(p);
+  int64_t first = p.num_seqs, last = p.num_seqs;  // rows outside have no span
+  for (const Run& run : runs) {
+    if (run.shared_blocks == 0) continue;
+    if (first == p.num_seqs) last = run.end;
+    first = run.start;
+  }
+  p.prefix_cu_seqlens_q[p.num_seqs] = p.cu_seqlens_q[last];
+  for (const Run& run : runs) {
+    for (int64_t row = run.start; row < run.end; ++row) {
+      const bool begins = row == run.start;
+      p.prefix_lens[row] = begins ? int32_t(run.shared_blocks * p.block_size) : 0;
+      p.prefix_cu_seqlens_q[row] = p.cu_seqlens_q[clamp(begins ? run.start : run.end, first, last)];
+      write_row(p, row, run.shared_blocks);
+    }
   }
 }
 

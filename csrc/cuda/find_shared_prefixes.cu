@@ -101,17 +101,25 @@ __device__ void find_starts(const SharedPrefixParams& p, const Division& d) {
   }
 }
 
+// Rows from the first run that shares to the last; those outside have no span.
+struct Sharing {
+  int32_t first, last;
+};
+
 // From starts of last runs to what each row needs to know of its own.
-__device__ void trace_runs(const SharedPrefixParams& p, const Division& d) {
+__device__ Sharing trace_runs(const SharedPrefixParams& p, const Division& d) {
   const int lane = threadIdx.x;
+  const int32_t num_seqs = int32_t(p.num_seqs);
+  Sharing sharing{num_seqs, num_seqs};
 #pragma unroll 1
-  for (int32_t end = int32_t(p.num_seqs); end > 0;) {
+  for (int32_t end = num_seqs; end > 0;) {
     const int32_t start = d.starts[end];
     int32_t shared = INT32_MAX;
     for (int32_t row = start + 1 + lane; row < end; row += kWarp) shared = min(shared, d.common[row]);
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) shared = min(shared, __shfl_xor_sync(kFullMask, shared, step));
     if (end - start == 1) shared = 0;
+    if (shared > 0) sharing = {start, sharing.first == num_seqs ? end : sharing.last};
     __syncwarp();
     for (int32_t row = start + lane; row < end; row += kWarp) {
       d.shared[row] = shared;
@@ -120,6 +128,7 @@ __device__ void trace_runs(const SharedPrefixParams& p, const Division& d) {
     __syncwarp();
     end = start;
   }
+  return sharing;
 }
 
 __global__ void __launch_bounds__(kWarp)
@@ -129,14 +138,14 @@ __global__ void __launch_bounds__(kWarp)
   for (int64_t row = threadIdx.x; row < p.num_seqs; row += kWarp) d.common[row] = common[row];
   __syncwarp();
   find_starts(p, d);
-  trace_runs(p, d);
+  const Sharing sharing = trace_runs(p, d);
   for (int64_t row = threadIdx.x; row < p.num_seqs; row += kWarp) {
     const int32_t shared = d.shared[row] * int32_t(p.block_size), source = d.starts[row + 1];
     p.prefix_lens[row] = source == row ? shared : 0;
-    p.prefix_cu_seqlens_q[row] = p.cu_seqlens_q[source];
+    p.prefix_cu_seqlens_q[row] = p.cu_seqlens_q[min(max(source, sharing.first), sharing.last)];
     p.suffix_lens[row] = int32_t(length_of(p, row)) - shared;
   }
-  if (threadIdx.x == 0) p.prefix_cu_seqlens_q[p.num_seqs] = p.cu_seqlens_q[p.num_seqs];
+  if (threadIdx.x == 0) p.prefix_cu_seqlens_q[p.num_seqs] = p.cu_seqlens_q[sharing.last];
 }
 
 __global__ void __launch_bounds__(kThreads)
