@@ -477,6 +477,7 @@ SharedPrefixParams check_find_shared_prefixes(const Tensor& block_table, const T
   require_vector(spans, table.device, {"num_seqs + 1", table.sizes[0] + 1});
   require_within("block_size", block_size, 1, kMaxInt32);
   require_at_least("min_saved", min_saved, 1);
+  require_dim_within(table, "num_seqs * max_blocks", table.numel(), 0, kMaxInt32);
   if (debug_mode()) {
     check_spans(spans, table.sizes[0], kMaxInt32);
     check_lengths(lengths, table.sizes[1] * block_size);
@@ -489,7 +490,8 @@ SharedPrefixParams check_find_shared_prefixes(const Tensor& block_table, const T
   params.num_seqs = table.sizes[0];
   params.max_blocks = table.sizes[1];
   params.block_size = block_size;
-  params.min_saved = min_saved;
+  const int64_t min_blocks = min_saved / block_size + (min_saved % block_size != 0);
+  params.min_saved_blocks = static_cast<int32_t>(std::min(min_blocks, kMaxInt32));
   return params;
 }
 

@@ -122,7 +122,8 @@ struct SharedPrefixParams {
   int64_t block_table_stride;
   const int32_t* seq_lens;  // [num_seqs]
   const int32_t* cu_seqlens_q;  // [num_seqs + 1]
-  int64_t num_seqs, max_blocks, block_size, min_saved;
+  int64_t num_seqs, max_blocks, block_size;  // num_seqs * max_blocks < 2^31
+  int32_t min_saved_blocks;  // reads of a block that a run must save, at least 1
   int32_t* prefix_lens;  // [num_seqs] out
   int32_t* prefix_cu_seqlens_q;  // [num_seqs + 1] out
   int32_t* suffix_table;  // [num_seqs, max_blocks] out, contiguous

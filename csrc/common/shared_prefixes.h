@@ -26,10 +26,10 @@ PAGED_KV_HOST_DEVICE static inline const int32_t* entries_of(const SharedPrefixP
   return p.block_table + row * p.block_table_stride;
 }
 
-// Keys that need not be read when so many rows read so many blocks together; 0 where that is not worth it.
-PAGED_KV_HOST_DEVICE static inline int64_t saved_keys(const SharedPrefixParams& p, int64_t rows, int64_t blocks) {
-  const int64_t saved = (rows - 1) * blocks * p.block_size;
-  return saved < p.min_saved ? 0 : saved;
+// Reads of a block that fall away when so many rows read so many blocks together; 0 where that is not worth it.
+PAGED_KV_HOST_DEVICE static inline int32_t saved_reads(const SharedPrefixParams& p, int32_t rows, int32_t blocks) {
+  const int32_t saved = (rows - 1) * blocks;
+  return saved < p.min_saved_blocks ? 0 : saved;
 }
 
 }  // namespace paged_kv

@@ -18,15 +18,17 @@ int32_t common_blocks(const SharedPrefixParams& p, int64_t row) {
 
 // starts[end]: first row of the last run of the best division of rows 0 .. end - 1. Of equal ones, the shortest run.
 std::vector<int64_t> best_starts(const SharedPrefixParams& p, const std::vector<int32_t>& common) {
-  std::vector<int64_t> best(size_t(p.num_seqs) + 1, 0), starts(size_t(p.num_seqs) + 1, 0);
+  std::vector<int32_t> best(size_t(p.num_seqs) + 1, 0);
+  std::vector<int64_t> starts(size_t(p.num_seqs) + 1, 0);
   std::vector<int32_t> least(size_t(p.num_seqs), kMost);  // [start]: blocks that all rows start .. row share
   int64_t first = 0;  // rows before it share nothing with `row`
   for (int64_t row = 0; row < p.num_seqs; ++row) {
     if (common[size_t(row)] == 0) first = row;
-    int64_t saved = best[size_t(row)], start = row;
+    int32_t saved = best[size_t(row)];
+    int64_t start = row;
     for (int64_t i = row - 1; i >= first; --i) {
       least[size_t(i)] = std::min(least[size_t(i)], common[size_t(row)]);
-      const int64_t candidate = best[size_t(i)] + saved_keys(p, row - i + 1, least[size_t(i)]);
+      const int32_t candidate = best[size_t(i)] + saved_reads(p, int32_t(row - i + 1), least[size_t(i)]);
       if (candidate > saved) {
         saved = candidate;
         start = i;

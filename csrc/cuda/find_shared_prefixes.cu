@@ -41,36 +41,18 @@ __global__ void __launch_bounds__(kThreads) compare(const __grid_constant__ Shar
   if (threadIdx.x % kWarp == 0) common[row] = blocks;
 }
 
-// Memory of the division, in shared memory where it fits.
+// Memory of the division, in shared memory where it fits: reads of blocks that are saved, rows, blocks.
 struct Division {
-  int64_t* best;  // [num_seqs + 1] keys that the best division of rows 0 .. end - 1 saves
+  int32_t* best;  // [num_seqs + 1] what the best division of rows 0 .. end - 1 saves
   int32_t* starts;  // [num_seqs + 1] first row of its last run; then [row + 1] whose cu_seqlens_q the row begins at
-  int32_t* common;  // [num_seqs] blocks in common with the row before
+  int32_t* common;  // [num_seqs] in common with the row before
   int32_t* shared;  // [num_seqs] of a run that begins here and goes to the present row; then of each row's run
 
-  __device__ Division(char* memory, int64_t num_seqs)
-      : best(reinterpret_cast<int64_t*>(memory)),
-        starts(reinterpret_cast<int32_t*>(best + num_seqs + 1)),
-        common(starts + num_seqs + 1),
-        shared(common + num_seqs) {}
+  __device__ Division(int32_t* memory, int64_t num_seqs)
+      : best(memory), starts(best + num_seqs + 1), common(starts + num_seqs + 1), shared(common + num_seqs) {}
 };
 
-int64_t division_bytes(int64_t num_seqs) { return (num_seqs + 1) * 20; }
-
-struct Choice {
-  int64_t saved;
-  int32_t start;
-};
-
-// The choice that saves most; of equal ones, the shortest run.
-__device__ Choice best_of_warp(Choice own) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    const Choice other{__shfl_xor_sync(kFullMask, own.saved, step), __shfl_xor_sync(kFullMask, own.start, step)};
-    if (other.saved > own.saved || (other.saved == own.saved && other.start > own.start)) own = other;
-  }
-  return own;
-}
+int64_t division_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16; }
 
 __device__ void find_starts(const SharedPrefixParams& p, const Division& d) {
   const int lane = threadIdx.x;
@@ -82,19 +64,25 @@ __device__ void find_starts(const SharedPrefixParams& p, const Division& d) {
   for (int32_t row = 0; row < num_seqs; ++row) {
     const int32_t common = d.common[row];
     if (common == 0) first = row;
-    Choice choice{lane == 0 ? d.best[row] : -1, row};
+    int32_t most = lane == 0 ? d.best[row] : 0, start = lane == 0 ? row : 0;  // of this lane's starts
 #pragma unroll 1
     for (int32_t i = row - 1 - lane; i >= first; i -= kWarp) {
       const int32_t shared = min(d.shared[i], common);
       d.shared[i] = shared;
-      const int64_t saved = d.best[i] + saved_keys(p, row - i + 1, shared);
-      if (saved > choice.saved) choice = {saved, i};
+      const int32_t saved = d.best[i] + saved_reads(p, row - i + 1, shared);
+      if (saved <= most) continue;
+      most = saved;
+      start = i;
     }
-    if (first < row) choice = best_of_warp(choice);
+    if (first < row) {  // of equal ones the shortest run
+      const int32_t own = most;
+      most = __reduce_max_sync(kFullMask, own);
+      start = __reduce_max_sync(kFullMask, own == most ? start : 0);
+    }
     __syncwarp();
     if (lane == 0) {
-      d.best[row + 1] = choice.saved;
-      d.starts[row + 1] = choice.start;
+      d.best[row + 1] = most;
+      d.starts[row + 1] = start;
       d.shared[row] = INT32_MAX;
     }
     __syncwarp();
@@ -116,9 +104,7 @@ __device__ Sharing trace_runs(const SharedPrefixParams& p, const Division& d) {
     const int32_t start = d.starts[end];
     int32_t shared = INT32_MAX;
     for (int32_t row = start + 1 + lane; row < end; row += kWarp) shared = min(shared, d.common[row]);
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) shared = min(shared, __shfl_xor_sync(kFullMask, shared, step));
-    if (end - start == 1) shared = 0;
+    shared = end - start == 1 ? 0 : __reduce_min_sync(kFullMask, shared);
     if (shared > 0) sharing = {start, sharing.first == num_seqs ? end : sharing.last};
     __syncwarp();
     for (int32_t row = start + lane; row < end; row += kWarp) {
@@ -132,8 +118,8 @@ __device__ Sharing trace_runs(const SharedPrefixParams& p, const Division& d) {
 }
 
 __global__ void __launch_bounds__(kWarp)
-    divide(const __grid_constant__ SharedPrefixParams p, const int32_t* common, char* memory) {
-  extern __shared__ __align__(8) char own_memory[];
+    divide(const __grid_constant__ SharedPrefixParams p, const int32_t* common, int32_t* memory) {
+  extern __shared__ int32_t own_memory[];
   const Division d(memory == nullptr ? own_memory : memory, p.num_seqs);
   for (int64_t row = threadIdx.x; row < p.num_seqs; row += kWarp) d.common[row] = common[row];
   __syncwarp();
@@ -158,20 +144,18 @@ __global__ void __launch_bounds__(kThreads)
   p.suffix_table[row * p.max_blocks + column] = is_used ? entries_of(p, row)[shared + column] : -1;
 }
 
-int64_t common_bytes(int64_t num_seqs) { return divide_up(4 * num_seqs, 8) * 8; }
-
 }  // namespace
 
 int64_t shared_prefixes_workspace(const SharedPrefixParams& params) {
   const int64_t division = division_bytes(params.num_seqs);
-  return common_bytes(params.num_seqs) + (division > kPlentyOfShared ? division : 0);
+  return 4 * params.num_seqs + (division > kPlentyOfShared ? division : 0);
 }
 
 void find_shared_prefixes(const SharedPrefixParams& params, cudaStream_t stream) {
   int32_t* common = static_cast<int32_t*>(params.workspace);
   const int64_t rows = params.num_seqs, bytes = division_bytes(rows);
   const bool fits = bytes <= kPlentyOfShared;
-  char* memory = fits ? nullptr : static_cast<char*>(params.workspace) + common_bytes(rows);
+  int32_t* memory = fits ? nullptr : common + rows;
   if (rows > 0) compare<<<unsigned(divide_up(rows * kWarp, kThreads)), kThreads, 0, stream>>>(params, common);
   divide<<<1, kWarp, fits ? size_t(bytes) : 0, stream>>>(params, common, memory);
   const int64_t blocks_per_row = divide_up(params.max_blocks, kThreads), grid = rows * blocks_per_row;
