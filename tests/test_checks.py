@@ -372,6 +372,14 @@ CASES: dict[str, list[tuple[Change, str]]] = {
         (to(cu_seqlens_q=int32(0, 3)), "cu_seqlens_q must have shape [num_seqs + 1=3], got [2]"),
         (to(block_size=0), "block_size must be in 1 .. 2147483647, got 0"),
         (to(min_saved=0), "min_saved must be >= 1, got 0"),
+        (
+            to(
+                block_table=torch.zeros(1, 1 << 20, dtype=torch.int32).expand(4096, -1),
+                seq_lens=torch.zeros(4096, dtype=torch.int32),
+                cu_seqlens_q=torch.zeros(4097, dtype=torch.int32),
+            ),
+            "block_table must have num_seqs * max_blocks in 0 .. 2147483647, got 4294967296",
+        ),
     ],
 }
 

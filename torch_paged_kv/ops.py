@@ -495,7 +495,8 @@ def find_shared_prefixes(
     (`suffix_table`, `suffix_lens`, `cu_seqlens_q`, causal=True). `torch_paged_kv.shared_prefix` does that.
 
     Args:
-        block_table: int32 [num_seqs, max_blocks]. What lies past a row's last block is not looked at.
+        block_table: int32 [num_seqs, max_blocks], fewer than 2^31 entries. What lies past a row's last block is not
+            looked at.
         seq_lens: int32 [num_seqs], keys each row holds, this step's included.
         cu_seqlens_q: int32 [num_seqs + 1], prefix sum of this step's query lengths.
         block_size: tokens a block holds.
