@@ -221,9 +221,10 @@ Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, vo
 }
 
 // Here one thread block does a unit of work from begin to end; the decode kernel splits keys among thread blocks, and is
-// faster with units for less than an eighth of the SMs. (Deterministic results must not hang on a row's neighbours.)
+// faster with units for less than a quarter of the SMs. (Deterministic results must not hang on a row's neighbours.)
 bool fills_chip(const AttentionParams& p) {
-  return 8 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p);
+  if (std::getenv("PKV_MIN")) return p.num_tokens * p.num_heads >= atoi(std::getenv("PKV_MIN")) * int64_t(tile_rows(p));
+  return 4 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p);
 }
 
 }  // namespace
