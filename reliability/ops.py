@@ -268,7 +268,7 @@ def attend(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor]:
     out, lse = (tensor.cpu() for tensor in there.run(ops.paged_attention_with_lse))
     assert out.dtype == case.query.dtype
     assert lse.dtype == torch.float32
-    assert torch.equal(there.run().cpu(), out), "paged_attention and paged_attention_with_lse differ"
+    assert torch.equal(there.run(ops.paged_attention).cpu(), out), "paged_attention and paged_attention_with_lse differ"
     return out, lse
 
 
