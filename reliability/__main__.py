@@ -22,7 +22,7 @@ def arguments(values: list[str] | None = None) -> argparse.Namespace:
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--minutes", type=float, help="go on for so long instead of by counts; hours are many minutes")
     amount.add_argument("--scale", type=float, default=1.0, help="so many times the default counts (default: 1)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where (default: cpu)")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run (default: all but sanitizers)")
     parser.add_argument("--seed", type=int, default=0, help="other seeds find other things (default: 0)")
     parser.add_argument("--case", type=int, help="with --only ops: this case alone, and its error with a traceback")

@@ -432,8 +432,8 @@ def swap_blocks(dice: Dice, device: torch.device) -> None:
     actual = [[Copies(place).of(lane) for lane in lanes] for place, lanes in zip(places, lists, strict=True)]
     if places[0] != places[1]:  # host memory must be pinned for a copy beside the host
         actual = [[lane if lane.is_cuda else lane.pin_memory() for lane in lanes] for lanes in actual]
-    reference.swap_blocks(*expected, pairs)
-    ops.swap_blocks(*actual, pairs if places[0] != places[1] else pairs.to(device))
+    reference.swap_blocks(expected[0], expected[1], pairs)
+    ops.swap_blocks(actual[0], actual[1], pairs if places[0] != places[1] else pairs.to(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for mine, theirs in zip(actual[0] + actual[1], expected[0] + expected[1], strict=True):
@@ -557,18 +557,16 @@ def wild(dice: Dice, device: torch.device) -> None:
     assert_same(there.key_cache, case.key_cache, "key_cache")
     assert_same(there.value_cache, case.value_cache, "value_cache")
     rows, blocks = case.block_table.shape[0], dice.randint(1, 20)
-    table = integers((rows, dice.randint(1, 9)), torch.int32)
-    state = [
-        table,
-        integers((rows,), torch.int32) % 5,
-        integers((blocks,), torch.int32),
-        integers((blocks,), torch.int32),
-    ]
-    state = [tensor.to(device) for tensor in [*state, torch.randint(-(2**40), 2**40, (4,))]]
+    block_table = integers((rows, dice.randint(1, 9)), torch.int32).to(device)
+    seq_lens = (integers((rows,), torch.int32) % 5).to(device)
+    free_ring, ref_counts = (integers((blocks,), torch.int32).to(device) for _ in range(2))
+    state = (block_table, seq_lens, free_ring, ref_counts, torch.randint(-(2**40), 2**40, (4,)).to(device))
+    spans, cuts = (integers((count,), torch.int32).to(device) for count in (rows + 1, rows))
+    source, destination = (integers((1,), torch.int64).to(device) for _ in range(2))
     calls: list[Callable[[], object]] = [
-        lambda: ops.allocate(*state, integers((rows + 1,), torch.int32).to(device), dice.randint(0, 20), 4),
-        lambda: ops.free(*state, integers((rows,), torch.int32).to(device), 4),
-        lambda: ops.fork(*state, *integers((2, 1), torch.int64).to(device).unbind(), 4),
+        lambda: ops.allocate(*state, spans, dice.randint(0, 20), 4),
+        lambda: ops.free(*state, cuts, 4),
+        lambda: ops.fork(*state, source, destination, 4),
     ]
     for call in calls:
         with contextlib.suppress(RuntimeError, ValueError):
