@@ -119,12 +119,14 @@ def draw_mask(dice: Dice, query: Tensor, longest: int) -> Tensor:
     """[tokens, heads or 1, width], bool or additive, wider or narrower than the rows, some axes without a stride."""
     tokens, heads = query.shape[:2]
     width = max(0, longest + dice.choice([0, 0, 3, -2, -longest]))
+    # The lowest number but in float16, where the sum with a score would overflow in a naive computation.
+    lowest = -30000.0 if query.dtype == torch.float16 else torch.finfo(query.dtype).min
     rows, columns = (1 if dice.random() < 0.2 else tokens), dice.choice([1, 1, heads])
     if dice.random() < 0.5:
         mask = torch.rand(rows, columns, width) < dice.choice([0.5, 0.9, 0.05])
     else:
         mask = torch.randn(rows, columns, width) * 2
-        mask[torch.rand(mask.shape) < 0.3] = dice.choice([-INF, -1e4, -30.0, torch.finfo(query.dtype).min])
+        mask[torch.rand(mask.shape) < 0.3] = dice.choice([-INF, -1e4, -30.0, lowest])
     if dice.random() < 0.3 and rows:  # rows of a larger mask
         larger = torch.zeros(rows, columns, width + 5, dtype=mask.dtype)
         larger[..., 2 : 2 + width] = mask
