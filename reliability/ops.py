@@ -93,18 +93,19 @@ def strided(dice: Dice, tensor: Tensor, spare: float = NAN) -> Tensor:
 # Attention
 
 
-def draw_length(dice: Dice, block_size: int) -> int:
+def draw_length(dice: Dice, block_size: int, longest: int = 300) -> int:
     kind = dice.random()
     if kind < 0.08:
         return 0
     if kind < 0.3:
-        return block_size * dice.randint(1, 3) + dice.choice([-1, 0, 0, 1])
-    return dice.randint(1, 40 if kind < 0.9 else 300)
+        return max(0, block_size * dice.randint(1, 3) + dice.choice([-1, 0, 0, 1]))
+    return dice.randint(1, 40 if kind < 0.9 else longest)
 
 
-def draw_batch(dice: Dice, block_size: int) -> tuple[list[int], list[int]]:
+def draw_batch(dice: Dice, block_size: int, longest: int) -> tuple[list[int], list[int]]:
     """(q_lens, seq_lens): decode, several tokens, whole prompts, left-padded and empty rows, mixed."""
-    seq_lens = [max(0, draw_length(dice, block_size)) for _ in range(dice.choice([1, 1, 2, 2, 3, 4, 6]))]
+    count = 0 if dice.random() < 0.01 else dice.choice([1, 1, 2, 2, 3, 4, 6])
+    seq_lens = [draw_length(dice, block_size, longest) for _ in range(count)]
     kinds = ["one"] * len(seq_lens) if dice.random() < 0.4 else []
     q_lens = []
     for length in seq_lens:
@@ -138,8 +139,8 @@ def draw_options(dice: Dice, heads: int) -> dict[str, Any]:
     options: dict[str, Any] = {"scale": dice.choice([0.05, 0.125, 0.125, 0.3, 1.0])}
     if dice.random() < 0.25:
         options["causal"] = False
-        if dice.random() < 0.3:
-            options["window_right"] = dice.randint(0, 20)
+    if dice.random() < 0.1:
+        options["window_right"] = dice.randint(0, 20)
     if dice.random() < 0.3:
         options["window_left"] = dice.choice([0, 1, dice.randint(0, 40), 10**6])
     if dice.random() < 0.15:
@@ -177,28 +178,32 @@ def draw_shape(dice: Dice) -> dict[str, Any]:
 
 
 def draw_attention_case(dice: Dice) -> AttentionCase:
-    limit = LARGE if dice.random() < 0.02 else MOST
+    limit, longest = (LARGE, 4000) if dice.random() < 0.02 else (MOST, 300)
     while True:
         shape = draw_shape(dice)
-        q_lens, seq_lens = draw_batch(dice, shape["block_size"])
+        q_lens, seq_lens = draw_batch(dice, shape["block_size"], longest)
         pairs = sum(max(1, q_len) * length for q_len, length in zip(q_lens, seq_lens, strict=True))
         if pairs * shape["num_heads"] * (shape["head_size"] + shape["head_size_v"]) <= limit:
             break
     case = op_cases.attention_case(q_lens, seq_lens, **shape, **draw_options(dice, shape["num_heads"]))
-    return vary(dice, case, max(seq_lens))
+    return vary(dice, case, seq_lens)
 
 
-def vary(dice: Dice, case: AttentionCase, longest: int) -> AttentionCase:
-    """Tokens outside of the spans, strides, masks; entries and lengths out of range."""
+def vary(dice: Dice, case: AttentionCase, seq_lens: list[int]) -> AttentionCase:
+    """Tokens outside of the spans, shared blocks, strides, masks; entries and lengths out of range."""
     query, spans, table, lens = case.query, case.cu_seqlens_q, case.block_table, case.seq_lens
     if dice.random() < 0.25:
         before, after = dice.randint(0, 3), dice.randint(0, 3)
         query = torch.nn.functional.pad(query, (0, 0, 0, 0, before, after), value=NAN)
         spans = spans + before
+    if len(seq_lens) > 1 and dice.random() < 0.15:  # a prefix of whole blocks, once for two rows
+        one, other = dice.sample(range(len(seq_lens)), 2)
+        shared = min(seq_lens[one], seq_lens[other]) // case.key_cache.shape[1]
+        table[other, :shared] = table[one, :shared]
     if dice.random() < 0.2:
         holes = torch.rand(table.shape) < 0.3
         table = torch.where(holes, dice.choice(GARBAGE), table)
-    if dice.random() < 0.05:
+    if seq_lens and dice.random() < 0.05:
         row = dice.randrange(len(lens))
         lens[row] = dice.choice([-1, INT32_MIN])
         if readable(case):  # as far as the table goes, whatever its entries are
@@ -209,7 +214,7 @@ def vary(dice: Dice, case: AttentionCase, longest: int) -> AttentionCase:
         table = wider[:, : table.shape[1]]
     options = dict(case.options)
     if dice.random() < 0.25:
-        options["mask"] = draw_mask(dice, query, longest)
+        options["mask"] = draw_mask(dice, query, max(seq_lens, default=0))
     return dataclasses.replace(
         case,
         query=strided(dice, query),
@@ -247,7 +252,7 @@ def paged_attention(dice: Dice, device: torch.device) -> int:
     state = dice.getstate()
     case = draw_attention_case(dice)
     sample: Sample = [(case, *attend(case, device))]
-    if case.options.get("deterministic") and dice.random() < 0.5:
+    if len(case.seq_lens) and case.options.get("deterministic") and dice.random() < 0.5:
         check_row_alone(dice, *sample[0][:2], device)
     for draws in DRAWS:
         while len(sample) < draws:
@@ -373,8 +378,8 @@ def reshape_and_cache(dice: Dice, device: torch.device) -> None:
 
 def gather_blocks(dice: Dice, device: torch.device) -> None:
     shape = draw_shape(dice)
-    lens = [max(0, draw_length(dice, shape["block_size"])) for _ in range(dice.randint(1, 4))]
-    case = vary(dice, op_cases.attention_case([0] * len(lens), lens, **shape | {"num_heads": shape["num_kv_heads"]}), 0)
+    lens = [draw_length(dice, shape["block_size"]) for _ in range(dice.randint(1, 4))]
+    case = vary(dice, op_cases.attention_case([0] * len(lens), lens, **shape), lens)
     max_len = max(0, max(lens) + dice.choice([0, 0, 3, -2, -max(lens)]))
     options = {name: case.options[name] for name in ("key_scale", "value_scale")}
     options["dtype"] = dice.choice([None, *FLOAT_DTYPES])
@@ -404,8 +409,11 @@ def draw_lanes(dice: Dice, blocks: Sequence[int]) -> list[list[Tensor]]:
     for _ in range(dice.randint(1, 3)):
         dtype = dice.choice(FLOAT_DTYPES + EIGHT_BIT_DTYPES)
         shape = dice.choice([(), (dice.randint(1, 70),), (dice.randint(1, 5), dice.randint(1, 4), dice.randint(1, 40))])
+        fewer = dice.choice([0, 0, 0, 1, 5])  # blocks: what is out of range for one lane is not for another
         for lanes, count in zip(lists, blocks, strict=True):
-            content = torch.randint(256, (count, *shape, dtype.itemsize), dtype=torch.uint8).view(dtype)[..., 0]
+            content = torch.randint(256, (max(1, count - fewer), *shape, dtype.itemsize), dtype=torch.uint8).view(
+                dtype
+            )[..., 0]
             if len(shape) == 3 and dice.random() < 0.5:  # other strides, as the views of a pool have
                 content = content.transpose(1, 2).contiguous().transpose(1, 2)
             lanes.append(content)

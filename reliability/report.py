@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -15,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from torch_paged_kv import ops
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = 20  # faults of a part that are kept with their text; all are counted
@@ -114,7 +113,6 @@ def environment(device: str) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": (git.stdout.strip() or "unknown") + (" with changes" if dirty.stdout.strip() else ""),
-        "library": str(Path(ops.__file__).parent),
     }
     if torch.device(device).type == "cuda":
         facts = {"gpu": torch.cuda.get_device_name(device)} | facts
@@ -126,12 +124,12 @@ def _cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor()
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{name}, {os.environ.get('PAGED_KV_CPU_CAPABILITY') or torch.backends.cpu.get_cpu_capability()}"
 
 
 def markdown(settings: Settings, facts: dict[str, str], results: list[Result]) -> str:
     """The report as a page."""
-    lines = ["# Reliability run", "", ", ".join(f"{name} {fact}" for name, fact in facts.items() if name != "library")]
+    lines = ["# Reliability run", "", ", ".join(f"{name} {fact}" for name, fact in facts.items())]
     lines += [f"seed {settings.seed}, device {settings.device}", ""]
     lines += ["| part | done | faults | blocks lost | seconds |", "| --- | --- | --- | --- | --- |"]
     for result in results:
@@ -141,7 +139,8 @@ def markdown(settings: Settings, facts: dict[str, str], results: list[Result]) -
     for part, counts in details.items():
         if counts:
             lines += ["", f"## {part}", "", "| of these | |", "| --- | --- |"]
-            lines += [f"| {name.replace('·', ', ')} | {count:,} |" for name, count in sorted(counts.items())]
+            shown = sorted((name.replace("·", ", ").removeprefix(", "), count) for name, count in counts.items())
+            lines += [f"| {name} | {count:,} |" for name, count in shown]
     for fault in [fault for result in results for fault in result.faults]:
         lines += ["", f"**{fault.where}**: `{fault.again}`", "", "```text", fault.what, "```"]
     return "\n".join(lines) + "\n"
@@ -154,7 +153,7 @@ def write(directory: Path, settings: Settings, results: list[Result]) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "reliability.md").write_text(text)
     report: dict[str, Any] = {
-        "environment": {name: fact for name, fact in facts.items() if name != "library"},
+        "environment": facts,
         "settings": asdict(settings),
         "results": [vars(result) | {"faults": [vars(fault) for fault in result.faults]} for result in results],
     }
