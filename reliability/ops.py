@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import op_cases
 import torch
@@ -239,34 +239,43 @@ def copied(case: AttentionCase, device: torch.device) -> AttentionCase:
     return AttentionCase(**fields)
 
 
-Sample = list[tuple[AttentionCase, Tensor, Tensor]]  # cases of one shape with their out and lse
+OutLse = tuple[Tensor, Tensor]
+Drawn = TypeVar("Drawn")
 
 
-def paged_attention(dice: Dice, device: torch.device) -> int:
-    """Both ops against float64; where it is promised, a row alone gives the same bits. Returns draws it was judged on.
+def judged(dice: Dice, draw: Callable[[], Drawn], judge: Callable[[list[Drawn]], None]) -> int:
+    """Judge one draw by the rule for tolerances; returns on how many draws it was judged in the end.
 
     A case of a few numbers may break the rule by luck, where every naive order happens to be exact. So a case that
     breaks it is judged again together with more draws of its numbers (shape, options and strides the same): the
-    largest error of all, this one's included, may be twice the largest naive one of all.
+    largest error of all, the first one's included, may be twice the largest naive one of all.
     """
-    state = dice.getstate()
-    case = draw_attention_case(dice)
-    sample: Sample = [(case, *attend(case, device))]
-    if len(case.seq_lens) and case.options.get("deterministic") and dice.random() < 0.5:
-        check_row_alone(dice, *sample[0][:2], device)
+    state, sample = dice.getstate(), [draw()]
     for draws in DRAWS:
         while len(sample) < draws:
             dice.setstate(state)
             torch.manual_seed(len(sample))
-            case = draw_attention_case(dice)
-            sample.append((case, *attend(case, device)))
+            sample.append(draw())
         try:
-            follow_rule(sample)
+            judge(sample)
             break
         except AssertionError:
             if draws == DRAWS[-1]:
                 raise
     return len(sample)
+
+
+def paged_attention(dice: Dice, device: torch.device) -> int:
+    """Both ops against float64; where it is promised, a row alone gives the same bits."""
+
+    def draw() -> tuple[AttentionCase, Tensor, Tensor]:
+        case = draw_attention_case(dice)
+        out, lse = attend(case, device)
+        if len(case.seq_lens) and case.options.get("deterministic") and dice.random() < 0.5:
+            check_row_alone(dice, case, out, device)
+        return case, out, lse
+
+    return judged(dice, draw, lambda sample: follow_rule(sample, device))
 
 
 def attend(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -286,34 +295,54 @@ def check_row_alone(dice: Dice, case: AttentionCase, out: Tensor, device: torch.
     assert torch.equal(alone, out[begin:end]), f"row {row} alone gives other bits"
 
 
-def follow_rule(sample: Sample) -> None:
+def follow_rule(sample: list[tuple[AttentionCase, Tensor, Tensor]], device: torch.device) -> None:
     """`AttentionCase.check`, with no more naive computations than it takes: each can only raise what is allowed."""
     cases = [case for case, _, _ in sample]
     actual = together([(out, lse) for _, out, lse in sample])
-    exact = [case.in_dtype(torch.float64) for case in cases]
-    orders: list[Callable[[], Sequence[tuple[Tensor, Tensor]]]] = [
-        lambda: [together(exact)],
+    exact = together([case.in_dtype(torch.float64) for case in cases])
+    stages: list[Callable[[], list[OutLse]]] = [
+        lambda: [exact],
         lambda: [together([case.in_dtype(case.query.dtype) for case in cases])],
-        lambda: [together(one) for one in zip(*(zip(*case.naive(), strict=True) for case in cases), strict=True)],
+        lambda: every_order(cases, device),
     ]
-    for number, naive in enumerate(orders):
-        outs, lses = zip(*naive(), strict=True)
+    for number, naive in enumerate(stages):
         try:
-            assert_at_most_twice_naive(actual[0], outs, together(exact)[0])
-            assert_at_most_twice_naive(actual[1], lses, together(exact)[1])
+            assert_follows(actual, naive(), exact)
             return
         except AssertionError:
-            if number == len(orders) - 1:
+            if number == len(stages) - 1:
                 raise
 
 
-def together(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def every_order(cases: list[AttentionCase], device: torch.device) -> list[OutLse]:
+    """All naive computations of the rule, on the device."""
+    naive = [zip(*copied(case, device).naive(), strict=True) for case in cases]
+    return [together([(out.cpu(), lse.cpu()) for out, lse in one]) for one in zip(*naive, strict=True)]
+
+
+def assert_follows(actual: OutLse, naive: Sequence[OutLse], exact: OutLse) -> None:
+    for part in range(2):
+        assert_at_most_twice_naive(actual[part], [one[part] for one in naive], exact[part])
+
+
+def together(results: Sequence[OutLse]) -> OutLse:
     """The outs and the lses of several cases as one tensor each."""
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
 
-def merge_attention_states(dice: Dice, device: torch.device) -> None:
+def merge_attention_states(dice: Dice, device: torch.device) -> int:
+    """Parts without keys hold garbage."""
+
+    def judge(sample: list[tuple[OutLse, OutLse, OutLse]]) -> None:
+        actual, naive, exact = (together(results) for results in zip(*sample, strict=True))
+        assert_follows(actual, [naive], exact)
+
+    return judged(dice, lambda: draw_merge(dice, device), judge)
+
+
+def draw_merge(dice: Dice, device: torch.device) -> tuple[OutLse, OutLse, OutLse]:
+    """What the op gives, what a naive computation gives, and what is right."""
     tokens, heads, size = dice.randint(0, 40), dice.choice([1, 2, 5, 8, 71]), dice.choice(HEAD_SIZES)
     dtype, spread = dice.choice(FLOAT_DTYPES), dice.choice([1.0, 3.0, 40.0])
     states = []
@@ -326,11 +355,12 @@ def merge_attention_states(dice: Dice, device: torch.device) -> None:
     sinks = torch.randn(heads) * spread if dice.random() < 0.5 else None
     copies = Copies(device)
     there = [copies.of(state) for state in states]
-    result = ops.merge_attention_states(*there, sinks=copies.maybe(sinks))
-    exact = reference.merge_in(torch.float64, *states, sinks=sinks)
-    naive = reference.merge_in(dtype, *states, sinks=sinks)
-    for actual, rough, right in zip(result, naive, exact, strict=True):
-        assert_at_most_twice_naive(actual.cpu(), [rough], right)
+    out, lse = ops.merge_attention_states(there[0], there[1], there[2], there[3], sinks=copies.maybe(sinks))
+    naive, exact = (
+        reference.merge_in(compute, states[0], states[1], states[2], states[3], sinks=sinks)
+        for compute in (dtype, torch.float64)
+    )
+    return (out.cpu(), lse.cpu()), naive, exact
 
 
 # ---------------------------------------------------------------------------------------------------------------------
