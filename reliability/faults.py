@@ -554,7 +554,7 @@ def kill_one(
     if dice.random() < 0.7:  # most of a save is its digest: wait until it writes
         end = time.monotonic() + 5
         while not any(path.parent.glob(f".{path.name}-*")) and time.monotonic() < end:
-            pass
+            time.sleep(2e-4)
         time.sleep(dice.uniform(0, 0.005))
     else:
         time.sleep(dice.uniform(0, 0.1))

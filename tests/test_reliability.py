@@ -147,6 +147,7 @@ def test_results_are_not_right_because_they_are_near(monkeypatch: pytest.MonkeyP
         return out.bfloat16().to(query.dtype), lse
 
     monkeypatch.setattr(fuzz, "MOST_FAULTS", 1)
+    monkeypatch.setattr(fuzz, "DRAWS", (1, 16, 32))
     monkeypatch.setattr(ops, "paged_attention_with_lse", rough)
     monkeypatch.setattr(ops, "paged_attention", lambda *arguments, **options: rough(*arguments, **options)[0])
     result = fuzz.run(Settings(scale=0.01))
