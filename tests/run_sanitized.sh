@@ -4,6 +4,7 @@
 #
 #   tests/run_sanitized.sh                            all op tests
 #   tests/run_sanitized.sh test_merge.py              these files of tests/
+#   tests/run_sanitized.sh -m reliability ...         a module of the repository with its arguments instead of pytest
 #
 # PYTHON chooses the interpreter, which needs torch and the test extra. The compiler is GCC.
 set -eu
@@ -15,7 +16,8 @@ SANITIZED=$(cd .. && pwd)/build/sanitized
 
 # Python leaks by design. Torch's own libraries are not instrumented, so what they alone do is not seen.
 export ASAN_OPTIONS="detect_leaks=0:halt_on_error=1" UBSAN_OPTIONS="print_stacktrace=1"
-export PYTHONPATH="$SANITIZED" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+ROOT=$(cd .. && pwd)
+export PYTHONPATH="$SANITIZED:$ROOT" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 export PAGED_KV_TESTS_AGAIN=1 # no test starts a process of its own for another instruction set
 sanitized() { # in tests/, so that the package is found in PYTHONPATH and not in the source tree
     LD_PRELOAD="$("$COMPILER" -print-file-name=libasan.so) $("$COMPILER" -print-file-name=libubsan.so)" "$PYTHON" "$@"
@@ -29,5 +31,9 @@ sys.exit(not torch_paged_kv.__file__.startswith('$SANITIZED') and f'the tests wo
         test_shared_prefixes.py
 for capability in $(sanitized -c "import test_paged_attention; print(*test_paged_attention.AVAILABLE)"); do
     echo "== $capability"
-    PAGED_KV_CPU_CAPABILITY=$capability sanitized -m pytest -q -x -p no:cacheprovider "$@"
+    if [ "$1" = -m ]; then
+        PAGED_KV_CPU_CAPABILITY=$capability sanitized "$@"
+    else
+        PAGED_KV_CPU_CAPABILITY=$capability sanitized -m pytest -q -x -p no:cacheprovider "$@"
+    fi
 done

@@ -572,14 +572,19 @@ class PagedKVCache(nn.Module):
     def truncate(self, length: int) -> None:
         """Forget the positions from ``length`` on; blocks wholly past them go back to the pool.
 
+        After a forward that failed within a step, cut the cache to the positions before it and go on from there.
+
         Raises:
             ValueError: a sliding window has released blocks that the shorter rows would need.
         """
-        self._progress.cropped = True
+        progress = self._progress
+        progress.cropped = True
         lengths, rows = self._mirror(), self._rows
         if rows is None or length >= lengths.seen:
             return
         lengths.crop(max(0, length))
+        if length <= progress.start:
+            progress.step = progress.pending = None  # nothing is left of the last step, whole or not
         new_lens = torch.tensor(lengths.lens, dtype=torch.int32, device=rows.seq_lens.device)
         self.pool.free(rows.block_table, rows.seq_lens, new_lens)
         rows.seen.fill_(lengths.seen)
@@ -774,7 +779,7 @@ class PagedKVCache(nn.Module):
             pool.copy_blocks(block_mapping)
         rows.seen.add_(length)
         if not compiling:
-            progress.cropped = False
+            progress.cropped, progress.start = False, self._lengths.seen
             self._advance(length, None if padding is None else padding.real, releasing and self._sliding)
         progress.step = Step(
             num_seqs,

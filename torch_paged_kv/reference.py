@@ -6,6 +6,7 @@ read: one sequence after the other, allocator state as Python lists, nothing fus
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeVar
@@ -218,16 +219,19 @@ def fork(
     if len(set(destinations)) < len(destinations):
         raise ValueError(f"destination_rows must name no row twice, got {destinations}")
 
+    # Used columns alone: what stands past a row's length says nothing. A row forked onto itself stays as it is.
+    pairs = [(source, destination) for source, destination in zip(sources, destinations) if source != destination]
     lens_before = list(state.lens)
+    columns = [_blocks_of(length, block_size) for length in lens_before]
     for entries_of_group in state.table:
-        before = [list(entries) for entries in entries_of_group]
-        for source, destination in zip(sources, destinations):
-            entries_of_group[destination] = list(before[source])
-            for block in before[source]:
-                if 0 <= block < len(state.counts):
-                    state.counts[block] += 1
-        for destination in destinations:
-            state.release(before[destination], range(state.max_blocks)[::-1])
+        taken = [entries_of_group[source][: columns[source]] for source, _ in pairs]
+        for block in itertools.chain.from_iterable(taken):
+            if 0 <= block < len(state.counts):
+                state.counts[block] += 1
+        for (_, destination), blocks in zip(pairs, taken):
+            entries = entries_of_group[destination]
+            state.release(entries, range(columns[destination])[::-1])
+            entries[: len(blocks)] = blocks
     for source, destination in zip(sources, destinations):
         state.lens[destination] = lens_before[source]
     state.store()

@@ -72,6 +72,7 @@ class Progress:
     """Where the cache stands between steps and within one: plain state, as a module's attributes are slow to set."""
 
     step: Step | None = None  # begun and not yet written by every layer
+    start: int = 0  # positions before the last step that began outside of a compiled graph
     padding: Padding | None = None  # of the coming step
     mirror_stale: bool = False  # steps ran inside a compiled graph since the host last looked
     announced: tuple[int, int] | None = None  # the coming step as the host expects it: positions, blocks

@@ -20,13 +20,26 @@ bool is_accumulator_interleaved(const AttentionParams& p, const Job& job) {
   return (job.tiled && TileKernel::uses_bfloat16(p)) || loads_interleaved(p.value_cache.dtype);
 }
 
-void attend(const AttentionParams& p, const Job& job, KeyRange keys, State& state, Cutter cutter) {
+void attend_part(const AttentionParams& p, const Job& job, KeyRange keys, State& state, Cutter cutter) {
   state.clear(state_rows(job), accumulator_width(p));
   if (keys.begin >= keys.end) return;
   if (job.tiled)
     TileKernel(p, job, cutter).attend(keys, state);
   else
     StreamKernel(p, job, cutter).attend(keys, state);
+}
+
+// The keys of a chunk, part after part.
+void attend(const AttentionParams& p, const Job& job, KeyRange keys, State& state, Cutter cutter) {
+  if (keys.end - keys.begin <= job.part_keys) return attend_part(p, job, keys, state, cutter);
+  const int64_t rows = state_rows(job), width = accumulator_width(p);
+  State part(cutter, rows, width);
+  attend_part(p, job, {keys.begin, keys.begin + job.part_keys}, state, cutter);
+  for (int64_t begin = keys.begin + job.part_keys; begin < keys.end; begin += job.part_keys) {
+    const int64_t end = keys.end - begin > job.part_keys ? begin + job.part_keys : keys.end;
+    attend_part(p, job, {begin, end}, part, cutter);
+    merge_states(state, part, rows, width);
+  }
 }
 
 float value_scale_of(const AttentionParams& p, int64_t kv_head) {
@@ -56,7 +69,7 @@ void attend_alone(const AttentionParams& p, const Job& job, int64_t query, int64
   row.group_end = g + 1;
   row.keys = visible_keys(p, job.seq_len, row.position);
   State state(cutter, 1, accumulator_width(p));
-  attend(p, row, row.keys, state, cutter);
+  attend_part(p, row, row.keys, state, cutter);
   const int64_t head = kv_head * (p.num_heads / p.num_kv_heads) + g;
   finish_row(p, state, 0, accumulator_width(p), is_accumulator_interleaved(p, row), row.query_begin, head,
              value_scale_of(p, kv_head));
@@ -105,6 +118,7 @@ int64_t scratch_bytes(const AttentionParams& p, const Job& job) {
   State(alone, 1, accumulator_width(p));
   StreamKernel(p, row, alone);
   State(all, state_rows(job), accumulator_width(p));
+  if (job.chunk_keys > job.part_keys) State(all, state_rows(job), accumulator_width(p));
   if (job.tiled)
     TileKernel(p, job, all);
   else

@@ -36,6 +36,7 @@ struct Job {
   int64_t group_begin, group_end;      // query heads of each KV head: 0 .. num_heads / num_kv_heads
   KeyRange keys;                       // what any of the queries sees
   int64_t chunk_keys, num_chunks;      // the keys are split so that threads can share a job
+  int64_t part_keys;                   // most keys that are summed up before they are merged with those before
   int64_t states;                      // num_chunks > 1: where its first partial state lies, in floats
   int32_t pending;                     // chunks not yet done; whoever does the last one merges
   bool tiled;                          // tile kernel (many rows per KV head) or stream kernel (few)

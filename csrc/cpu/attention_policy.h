@@ -30,16 +30,23 @@ static inline int64_t head_parts(int64_t keys, int64_t num_seqs, int threads, bo
 // Keys of a stream tile: 8 KiB of one head's keys, the distance at which prefetching pays best.
 static inline int stream_tile_keys(int row_bytes, int most) { return int(clamp(8192 / row_bytes / 16 * 16, 16, most)); }
 
-// Keys of a chunk of a job that sees `keys` keys and does `share` of a thread's fair part of the whole call. A fixed
-// size makes a sequence's result independent of what else is in the batch.
-static inline int64_t chunk_keys(int64_t keys, double share, bool tiled, bool deterministic) {
-  const int64_t fixed = tiled ? 1024 : 256, smallest = tiled ? 256 : 128;
-  if (deterministic) return fixed;
+// Most of `keys` keys that are summed up in one state. `precise`: several float32 queries, whose naive computation is a
+// matrix product that sums in blocks; one running sum over all keys errs several times as much. For a deterministic
+// result parts have a fixed size, whoever sums them.
+static inline int64_t part_keys(int64_t keys, bool tiled, bool deterministic, bool precise) {
+  if (precise) return deterministic && !tiled ? 256 : 512;
+  if (deterministic) return tiled ? 1024 : 256;
+  return keys > 0 ? keys : 1;
+}
+
+// Keys of a chunk of a job that sees `keys` keys and does `share` of a thread's fair part of the whole call. Chunks are
+// merged in the order in which parts are: chunks of one part make a sequence's result independent of the share.
+static inline int64_t chunk_keys(int64_t keys, double share, int64_t part, bool tiled, bool deterministic) {
   int64_t chunks = int64_t(share * 4.0 + 0.5);  // four items a thread even out what runs beside
-  const int64_t most = keys / smallest;
+  const int64_t most = keys / (tiled ? 256 : 128);
   chunks = chunks > most ? most : chunks;
   if (chunks <= 1) return keys > 0 ? keys : 1;
-  return (keys + chunks - 1) / chunks;
+  return deterministic ? part : (keys + chunks - 1) / chunks;
 }
 
 // Relative time of a job: bytes it streams and products it computes, in units that need only compare.

@@ -118,7 +118,10 @@ void split_job(const AttentionParams& p, const AttentionKernels& kernels, int64_
   const int64_t keys = job.keys.end - job.keys.begin;
   const int64_t cost = policy::cost(job, p.key_cache.head_size, p.value_cache.head_size);
   const double share = threads == 1 ? 0.0 : double(cost) * threads / double(plan.total_cost);
-  job.chunk_keys = policy::chunk_keys(keys, share, job.tiled, p.deterministic);
+  const Span span = span_of(p.cu_seqlens_q, job.seq, p.num_tokens);
+  const bool precise = p.query_dtype == DType::float32 && span.end - span.begin > 1;
+  job.part_keys = policy::part_keys(keys, job.tiled, p.deterministic, precise);
+  job.chunk_keys = policy::chunk_keys(keys, share, job.part_keys, job.tiled, p.deterministic);
   job.num_chunks = std::max<int64_t>(1, (keys + job.chunk_keys - 1) / job.chunk_keys);
   job.pending = int32_t(job.num_chunks);
   job.states = plan.state_floats;

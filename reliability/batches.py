@@ -1,0 +1,192 @@
+"""Batches of several rows under random operations, beside the tokens and padding of each row as Python lists.
+
+Two layers, the second with a sliding window, so that there are two block tables. A key is its token. What needs more
+blocks than there are is refused, and then nothing may have changed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_paged_kv import OutOfBlocksError
+from torch_paged_kv.cache import PagedKVCache
+
+BLOCK, NUM_BLOCKS, WINDOW, MOST_POSITIONS, MOST_CACHES = 3, 60, 5, 24, 5
+
+
+@dataclass(eq=False)
+class Batch:
+    """A cache, and for each row the token at every position; None is padding."""
+
+    cache: PagedKVCache
+    rows: list[list[int | None]]
+
+    @property
+    def seen(self) -> int:
+        return len(self.rows[0])
+
+    def mask(self) -> Tensor:
+        """bool [num_seqs, seen]."""
+        real = [[token is not None for token in row] for row in self.rows]
+        return torch.tensor(real, dtype=torch.bool).reshape(len(self.rows), self.seen)
+
+
+class Batches:
+    """What is under test, and its model."""
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        self.random = random.Random(seed)
+        self.device = torch.device(device)
+        first = PagedKVCache([None, WINDOW], block_size=BLOCK, num_blocks=NUM_BLOCKS)
+        self.store(first, torch.zeros(1, 1))
+        first.reset()
+        self.pool = first.pool
+        self.batches: list[Batch] = []
+        self.done: Counter[str] = Counter()
+
+    def store(self, cache: PagedKVCache, tokens: Tensor) -> None:
+        """Write tokens [num_seqs, length] into both layers."""
+        states = tokens.to(self.device, torch.float32)[:, None, :, None]
+        for layer in range(2):
+            cache.write(layer, states, states)
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> list[object]:
+        """All there is to know of the pool and the caches that hold something, but for what is in the blocks."""
+        pool = [tensor.tolist() for tensor in (self.pool.free_ring, self.pool.ref_counts, self.pool.counters)]
+        caches = [(b.cache.table().tolist(), b.cache.seq_lens(), b.cache.seen) for b in self.batches if b.cache.seen]
+        return [*pool, caches]
+
+    def check(self, *touched: Batch) -> None:
+        """The accounts close, and caches hold what the model says."""
+        self.pool.check(*(table for batch in self.batches for table in batch.cache.tables()))
+        for batch in touched:
+            self.check_batch(batch)
+
+    def check_batch(self, batch: Batch) -> None:
+        """Every token of the first layer; of the second those in the window of the coming token, others or 0 before."""
+        real, cache = batch.mask(), batch.cache
+        expected = torch.tensor([[token or 0 for token in row] for row in batch.rows], dtype=torch.float32)
+        assert cache.seen == batch.seen
+        assert cache.seq_lens() == real.sum(1).tolist()
+        if batch.seen == 0:
+            return
+        for held in cache.gather(0):
+            assert torch.equal(held[:, 0, :, 0].cpu(), expected)
+        after = real.flip(1).cumsum(1).flip(1)  # tokens from a position on, [num_seqs, seen]
+        needed = real & (after < WINDOW)
+        for held in cache.gather(1):
+            tokens = held[:, 0, :, 0].cpu()
+            assert torch.equal(tokens[needed], expected[needed])
+            assert bool(((tokens == expected) | (tokens == 0)).all())
+
+    # ---- operations ---------------------------------------------------------------------------------------------
+
+    def tokens(self, num_seqs: int, length: int) -> list[list[int | None]]:
+        """New tokens of every row, sometimes with padding anywhere, but for one token in each row."""
+        padded = length > 1 and self.random.random() < 0.4
+        rows: list[list[int | None]] = []
+        for _ in range(num_seqs):
+            row: list[int | None] = [self.random.randrange(1, 1000) for _ in range(length)]
+            if padded:
+                kept = self.random.randrange(length)
+                left = self.random.random() < 0.5
+                gone = range(kept) if left else [i for i in range(length) if i != kept and self.random.random() < 0.4]
+                for position in gone:
+                    row[position] = None
+            rows.append(row)
+        return rows
+
+    def write(self, batch: Batch, length: int) -> bool:
+        """Whether there were blocks for it."""
+        new = self.tokens(len(batch.rows), length)
+        longer = Batch(batch.cache, [old + more for old, more in zip(batch.rows, new, strict=True)])
+        before = self.state()
+        try:
+            padded = any(token is None for row in longer.rows for token in row)
+            batch.cache.pad(longer.mask().to(self.device) if padded else None, length)
+            self.store(batch.cache, torch.tensor([[token or 0 for token in row] for row in new]))
+        except OutOfBlocksError as error:
+            assert error.wanted > error.free  # noqa: PT017  (refused is right if so; anything else is a fault)
+            assert self.state() == before
+            self.done["refused"] += 1
+            return False
+        batch.rows = longer.rows
+        return True
+
+    def begin(self) -> None:
+        batch = Batch(PagedKVCache([None, WINDOW], pool=self.pool), [[] for _ in range(self.random.randint(1, 4))])
+        self.batches.append(batch)
+        if self.write(batch, self.random.randint(1, 10)):
+            self.check(batch)
+        else:
+            self.batches.remove(batch)
+
+    def some(self) -> Batch:
+        return self.random.choice(self.batches)
+
+    def append(self) -> None:
+        batch = self.some()
+        room = MOST_POSITIONS - batch.seen
+        if room > 0:
+            self.write(batch, min(room, self.random.choice([1, 1, 1, 2, 4])))
+            self.check(batch)
+
+    def reorder(self) -> None:
+        """A permutation, beams that repeat, fewer rows, more rows."""
+        batch, count = self.some(), self.random.randint(1, 5)
+        if self.random.random() < 0.6:
+            count = len(batch.rows)
+        source = [self.random.randrange(len(batch.rows)) for _ in range(count)]
+        batch.cache.reorder(torch.tensor(source, device=self.device))
+        batch.rows = [list(batch.rows[row]) for row in source]
+        self.check(batch)
+
+    def fork(self) -> None:
+        batch = self.some()
+        if len(self.batches) < MOST_CACHES:
+            self.batches.append(Batch(batch.cache.fork(), [list(row) for row in batch.rows]))
+            self.check(self.batches[-1])
+
+    def crop(self) -> None:
+        batch = self.some()
+        length, before = self.random.randint(0, batch.seen), self.state()
+        try:
+            batch.cache.truncate(length)
+        except ValueError as error:
+            assert "window" in str(error)  # noqa: PT017  (refused is right; anything else is a fault)
+            assert self.state() == before
+            self.done["refused crop"] += 1
+            return
+        batch.rows = [row[:length] for row in batch.rows]
+        self.check(batch)
+
+    def reset(self) -> None:
+        batch = self.some()
+        batch.cache.reset()
+        self.batches.remove(batch)
+
+    def drop(self) -> None:
+        self.batches.remove(self.some())
+
+    def step(self) -> None:
+        """One random operation."""
+        operations = [self.begin]
+        if self.batches:
+            operations = [self.append] * 6 + [self.reorder] * 3 + [self.crop, self.fork, self.drop, self.reset]
+            operations += [self.begin] * 2 if len(self.batches) < MOST_CACHES else []
+        operation = self.random.choice(operations)
+        operation()
+        self.done[operation.__name__] += 1
+
+    def close(self) -> int:
+        """Let go of everything; how many blocks do not come back."""
+        self.batches.clear()
+        self.pool.check()
+        return NUM_BLOCKS - self.pool.num_free
