@@ -467,6 +467,34 @@ MergeParams check_merge_attention_states(const Tensor& out_a, const Tensor& lse_
   return params;
 }
 
+SharedPrefixParams check_find_shared_prefixes(const Tensor& block_table, const Tensor& seq_lens,
+                                              const Tensor& cu_seqlens_q, int64_t block_size, int64_t min_saved) {
+  const Argument table("block_table", block_table);
+  const Argument lengths("seq_lens", seq_lens);
+  const Argument spans("cu_seqlens_q", cu_seqlens_q);
+  check_table_shape(table, lengths, table.device);
+  require_int32(spans);
+  require_vector(spans, table.device, {"num_seqs + 1", table.sizes[0] + 1});
+  require_within("block_size", block_size, 1, kMaxInt32);
+  require_at_least("min_saved", min_saved, 1);
+  require_dim_within(table, "num_seqs * max_blocks", table.numel(), 0, kMaxInt32);
+  if (debug_mode()) {
+    check_spans(spans, table.sizes[0], kMaxInt32);
+    check_lengths(lengths, table.sizes[1] * block_size);
+  }
+  SharedPrefixParams params{};
+  params.block_table = table.as<int32_t>();
+  params.block_table_stride = table.strides[0];
+  params.seq_lens = lengths.as<int32_t>();
+  params.cu_seqlens_q = spans.as<int32_t>();
+  params.num_seqs = table.sizes[0];
+  params.max_blocks = table.sizes[1];
+  params.block_size = block_size;
+  const int64_t min_blocks = min_saved / block_size + (min_saved % block_size != 0);
+  params.min_saved_blocks = static_cast<int32_t>(std::min(min_blocks, kMaxInt32));
+  return params;
+}
+
 CopyBlocksParams check_copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
                                    const Tensor& block_mapping, std::vector<CopyLane>& lanes) {
   const Argument pairs("block_mapping", block_mapping);

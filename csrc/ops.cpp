@@ -109,6 +109,12 @@ void launch_attention(const AttentionParams& params, const Tensor& on) {
     backend::paged_attention(params, [&](int64_t bytes) { return scratch.allocate(bytes); }, stream);
   });
 }
+
+void launch_find_shared_prefixes(SharedPrefixParams params, const Tensor& on) {
+  const Tensor workspace = new_tensor({backend::shared_prefixes_workspace(params)}, aoti_torch_dtype_uint8(), on);
+  params.workspace = workspace.mutable_data_ptr();
+  launch(backend::find_shared_prefixes, params, on);
+}
 #else
 void launch_allocate(const AllocateParams& params, const Tensor& on) {
   const cpu::AllocateResult result = launch(backend::allocate, params, on);
@@ -119,6 +125,10 @@ void launch_allocate(const AllocateParams& params, const Tensor& on) {
 }
 
 void launch_attention(const AttentionParams& params, const Tensor& on) { launch(backend::paged_attention, params, on); }
+
+void launch_find_shared_prefixes(const SharedPrefixParams& params, const Tensor& on) {
+  launch(backend::find_shared_prefixes, params, on);
+}
 #endif
 
 std::tuple<Tensor, Tensor> allocate(const Tensor& block_table, const Tensor& seq_lens, const Tensor& free_ring,
@@ -209,6 +219,23 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& out_a, const Ten
   return {out, lse};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_shared_prefixes(const Tensor& block_table, const Tensor& seq_lens,
+                                                                const Tensor& cu_seqlens_q, int64_t block_size,
+                                                                int64_t min_saved) {
+  SharedPrefixParams params = check_find_shared_prefixes(block_table, seq_lens, cu_seqlens_q, block_size, min_saved);
+  const auto output = [&](std::initializer_list<int64_t> sizes, int32_t*& data) {
+    Tensor tensor = new_tensor(sizes, aoti_torch_dtype_int32(), block_table);
+    data = static_cast<int32_t*>(tensor.mutable_data_ptr());
+    return tensor;
+  };
+  Tensor prefix_lens = output({params.num_seqs}, params.prefix_lens);
+  Tensor prefix_cu_seqlens_q = output({params.num_seqs + 1}, params.prefix_cu_seqlens_q);
+  Tensor suffix_table = output({params.num_seqs, params.max_blocks}, params.suffix_table);
+  Tensor suffix_lens = output({params.num_seqs}, params.suffix_lens);
+  launch_find_shared_prefixes(params, block_table);
+  return {prefix_lens, prefix_cu_seqlens_q, suffix_table, suffix_lens};
+}
+
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
                  const Tensor& block_mapping) {
   std::vector<CopyLane> lanes;
@@ -259,6 +286,7 @@ STABLE_TORCH_LIBRARY_IMPL(paged_kv, PAGED_KV_DISPATCH_KEY, library) {
   library.impl("paged_attention", TORCH_BOX(&paged_kv::paged_attention));
   library.impl("paged_attention_with_lse", TORCH_BOX(&paged_kv::paged_attention_with_lse));
   library.impl("merge_attention_states", TORCH_BOX(&paged_kv::merge_attention_states));
+  library.impl("find_shared_prefixes", TORCH_BOX(&paged_kv::find_shared_prefixes));
   library.impl("copy_blocks", TORCH_BOX(&paged_kv::copy_blocks));
   library.impl("swap_blocks", TORCH_BOX(&paged_kv::swap_blocks));
   library.impl("gather_blocks", TORCH_BOX(&paged_kv::gather_blocks));

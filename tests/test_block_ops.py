@@ -123,6 +123,8 @@ def test_swap_blocks_between_pools_of_different_size(device: torch.device) -> No
     source, destination = numbered(torch.zeros(9, 4, 2, device=device)), torch.full((3, 4, 2), -1.0, device=device)
     ops.swap_blocks([source], [destination], pairs((8, 0), (7, 2), (9, 1), (1, 3), device=device))
     assert block_numbers(destination) == [8, -1, 7]
+    ops.swap_blocks([source], [destination], pairs((1, 1), (2, 2), device=device))  # the same number, other blocks
+    assert block_numbers(destination) == [8, 1, 2]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

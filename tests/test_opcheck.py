@@ -105,6 +105,18 @@ def merge_attention_states(device: torch.device) -> list[Inputs]:
     return inputs
 
 
+def find_shared_prefixes(device: torch.device) -> list[Inputs]:
+    shared = torch.arange(24, dtype=torch.int32, device=device).reshape(3, 8)
+    shared[1:, :3] = shared[0, :3]
+    spans, nothing = int32([0, 1, 2, 3], device), int32([], device)
+    return [
+        ((shared, int32([30, 20, 13], device), spans, 4, 1), {}),
+        ((shared[:, :4], int32([16, 20, 3], device), spans, 4, 1000), {}),
+        ((shared[:0], nothing, int32([0], device), 16, 1), {}),
+        ((shared[:, :0], int32([0, 0, 0], device), spans, 16, 1), {}),
+    ]
+
+
 def copy_blocks(device: torch.device) -> list[Inputs]:
     key_cache, value_cache = make_caches(4, 4, 2, 8, 6, poison=1, layout="heads_first", device=device)
     storage = torch.randn(4, 2, 4 * 14, device=device)
@@ -143,6 +155,7 @@ INPUTS = {
     "paged_attention": paged_attention,
     "paged_attention_with_lse": paged_attention,
     "merge_attention_states": merge_attention_states,
+    "find_shared_prefixes": find_shared_prefixes,
     "copy_blocks": copy_blocks,
     "swap_blocks": swap_blocks,
     "gather_blocks": gather_blocks,

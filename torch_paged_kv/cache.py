@@ -22,6 +22,7 @@ from .layout import LayerKind, LayerPlace, LayerShape, LayerTensors, cache_views
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
 from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, layer_block_bytes, scale_views
+from .shared_prefix import MAX_QUERIES, MIN_SAVED, SharedPrefixes, shared_prefix_attention
 from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
@@ -46,6 +47,9 @@ class PagedKVCache(nn.Module):
         scales: of an 8-bit cache. "per_slot": made for every slot and head as it is stored; :class:`StaticScales`:
             fixed ones; None: stored as it is, saturated (float8 alone). "auto" is "per_slot" for 8-bit dtypes.
         pool: the pool of another cache of the same model, to share its blocks.
+        share_prefix_reads: read blocks that rows next to each other begin with once for all of them, in steps of a few
+            positions. Results differ by rounding. It pays where long beginnings are shared (beams, samples of one
+            prompt, prompts of a prefix cache); where nothing is, a step in a compiled graph is a little slower.
 
     Keys and values come as ``[num_seqs, num_kv_heads, length, head_size]``, queries as ``[num_seqs, num_heads, length,
     head_size]``. The ops are for inference: tensors that require grad are refused.
@@ -66,6 +70,7 @@ class PagedKVCache(nn.Module):
         dtype: torch.dtype | None = None,
         scales: Scales = "auto",
         pool: KVPool | None = None,
+        share_prefix_reads: bool = False,
     ) -> None:
         super().__init__()
         sizes = {"num_blocks": num_blocks, "num_tokens": num_tokens, "bytes": bytes, "fraction": fraction}
@@ -73,6 +78,7 @@ class PagedKVCache(nn.Module):
         _check_arguments(self._size, block_size, dtype, scales, windows, pool)
         self.block_size = block_size if pool is None else pool.block_size
         self.dtype, self.scales = _kind(dtype, scales, pool)
+        self.share_prefix_reads = share_prefix_reads
         self._layer_scales = None if self.scales is None else LayerScales(self.scales)
         self._gathered_dtype: torch.dtype | None = None  # of an 8-bit cache: that of the first key
         self._pool = pool
@@ -299,6 +305,10 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
+        if self.share_prefix_reads and causal and window is None and mask is None and alibi_slopes is None:
+            shared = self._shared_prefixes(step, self._places[layer].group)
+            if shared is not None:
+                return self._attend_together(step, layer, query, shared, scale, softcap, sinks)
         tensors = step.tensors if layer == step.written else None
         key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
         one_token = step.length == 1
@@ -329,6 +339,46 @@ class PagedKVCache(nn.Module):
         if step.order is None:
             return out
         return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
+
+    def _shared_prefixes(self, step: Step, group: int) -> SharedPrefixes | None:
+        """Which rows read blocks together in a step, found once for all layers of a group. None: each reads its own."""
+        if step.num_seqs == 1 or step.length > MAX_QUERIES or step.num_new is not None:
+            return None
+        if step.eager and not self.pool.shared:  # no block has two holders; a compiled graph cannot know that
+            return None
+        if group not in step.shared_prefixes:
+            table = step.block_table[group]
+            found = SharedPrefixes.find(table, step.seq_lens, step.cu_seqlens_q, self.block_size, MIN_SAVED)
+            # A look is free where the tables are on the CPU, and spares all layers a second call over nothing.
+            known_empty = step.eager and table.device.type == "cpu" and not found.any()
+            step.shared_prefixes[group] = None if known_empty else found
+        return step.shared_prefixes[group]
+
+    def _attend_together(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        shared: SharedPrefixes,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`attend` of a step without padding, whose rows read some of their blocks together."""
+        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
+        out = shared_prefix_attention(
+            _packed(query, step),
+            key_cache,
+            value_cache,
+            shared,
+            step.length,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
+        return out.view(step.num_seqs, step.length, *out.shape[1:])
 
     def caches(self, layer: int) -> LayerTensors:
         """A layer's key and value cache, and their scales, None where there are none, as the ops take them.
@@ -600,6 +650,7 @@ class PagedKVCache(nn.Module):
             dtype=self.dtype,
             scales=self.scales,
             pool=pool,
+            share_prefix_reads=self.share_prefix_reads,
             **({} if pool else self._size),
         )
 

@@ -33,6 +33,7 @@ from .errors import OutOfBlocksError
 __all__ = [
     "allocate",
     "copy_blocks",
+    "find_shared_prefixes",
     "fork",
     "free",
     "gather_blocks",
@@ -48,6 +49,7 @@ load_libraries()
 # The overloads themselves: calling one skips the overload resolution of `torch.ops.paged_kv.<name>`.
 _allocate = torch.ops.paged_kv.allocate.default
 _copy_blocks = torch.ops.paged_kv.copy_blocks.default
+_find_shared_prefixes = torch.ops.paged_kv.find_shared_prefixes.default
 _fork = torch.ops.paged_kv.fork.default
 _free = torch.ops.paged_kv.free.default
 _gather_blocks = torch.ops.paged_kv.gather_blocks.default
@@ -482,6 +484,43 @@ def merge_attention_states(
     return _merge_attention_states(out_a, lse_a, out_b, lse_b, sinks=_float32(sinks))  # type: ignore[no-any-return]
 
 
+def find_shared_prefixes(
+    block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, block_size: int, min_saved: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find runs of neighbouring rows whose tables begin with the same blocks, so that these are read once a run.
+
+    What rows may share are blocks wholly before the first query of each, so that every query of the run sees all of
+    them. The rows are divided into runs so that most reads of keys are saved: a run of r rows that share n tokens saves
+    (r - 1) * n. Where `min_saved` is not reached the rows are runs of their own, and share nothing. Which rows share is
+    found where the tables are: nothing comes to the host, and a replayed CUDA graph follows other tables and lengths.
+
+    The results are what two calls of `paged_attention_with_lse` take, to be merged by `merge_attention_states`: one
+    over the prefixes (`block_table`, `prefix_lens`, `prefix_cu_seqlens_q`, causal=False) and one over the rest
+    (`suffix_table`, `suffix_lens`, `cu_seqlens_q`, causal=True). `torch_paged_kv.shared_prefix` does that.
+
+    Args:
+        block_table: int32 [num_seqs, max_blocks], fewer than 2^31 entries. What lies past a row's last block is not
+            looked at.
+        seq_lens: int32 [num_seqs], keys each row holds, this step's included.
+        cu_seqlens_q: int32 [num_seqs + 1], prefix sum of this step's query lengths.
+        block_size: tokens a block holds.
+        min_saved: fewest reads of a key that a run must save, at least 1.
+
+    Returns:
+        prefix_lens: int32 [num_seqs], tokens that the run beginning at a row shares; 0 for every other row.
+        prefix_cu_seqlens_q: int32 [num_seqs + 1]: the first row of a run has the queries of all of it, the others none;
+            no row before the first run that shares, or after the last, has any.
+        suffix_table: int32 [num_seqs, max_blocks], each row's blocks without the shared ones; -1 past them.
+        suffix_lens: int32 [num_seqs], keys of each row without the shared ones.
+
+    Source: one read of a shared prefix, merged by log-sum-exp, after Juravsky et al., "Hydragen" (2024), and Ye et al.,
+    "Cascade Inference" (2024).
+    """
+    return _find_shared_prefixes(  # type: ignore[no-any-return]
+        block_table, seq_lens, cu_seqlens_q, block_size, min_saved
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Fakes: shapes, dtypes and devices of what an op returns. They see symbolic sizes.
 
@@ -545,12 +584,22 @@ def _merge_attention_states_fake(
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
+def _find_shared_prefixes_fake(
+    block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, block_size: int, min_saved: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_seqs, max_blocks = block_table.shape
+    sizes = ((num_seqs,), (num_seqs + 1,), (num_seqs, max_blocks), (num_seqs,))
+    lens, spans, table, rest = (block_table.new_empty(size) for size in sizes)
+    return lens, spans, table, rest
+
+
 def _nothing_fake(*_args: object, **_options: object) -> None:
     """Of the ops that only write into their arguments."""
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "allocate": _allocate_fake,
+    "find_shared_prefixes": _find_shared_prefixes_fake,
     "gather_blocks": _gather_blocks_fake,
     "merge_attention_states": _merge_attention_states_fake,
     "paged_attention": _paged_attention_fake,

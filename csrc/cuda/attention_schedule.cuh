@@ -78,6 +78,7 @@ struct AttentionLaunch {
   int32_t max_rows;  // of an item, if max_seqlen_q is the bound it should be
   int32_t row_limit;  // sequences of more packed rows are another launch's
   bool causal, deterministic;
+  bool beside_prefill;  // the launch before is the prefill kernel's of the same call: nothing here depends on it
   NarrowCache key_cache, value_cache;  // tensor-core kernel
   const void* query;
   uint32_t query_token_stride, query_head_stride;  // tensor-core kernel

@@ -39,11 +39,10 @@ __device__ Pair pair_at(const Launch<kLanes, kPairs>& p, int64_t index) {
   return {p.block_mapping[2 * index], p.block_mapping[2 * index + 1]};
 }
 
-// Pairs that copy nothing: -1, or a block onto itself.
+// -1 is no block: such a pair copies nothing.
 __device__ bool is_pair(Pair pair) {
   constexpr uint64_t kMaxBlocks = uint64_t(1) << 31;
-  return uint64_t(pair.source) < kMaxBlocks && uint64_t(pair.destination) < kMaxBlocks &&
-         pair.source != pair.destination;
+  return uint64_t(pair.source) < kMaxBlocks && uint64_t(pair.destination) < kMaxBlocks;
 }
 
 __device__ uint32_t hash(uint32_t block) { return (block * 2654435761u) >> (32 - 12); }
@@ -90,6 +89,7 @@ __device__ void copy_range(const CopyLane& lane, Pair pair, Range range) {
   if (!in_lane(lane, pair)) return;
   const char* source = lane.source + pair.source * lane.source_stride;
   char* destination = lane.destination + pair.destination * lane.destination_stride;
+  if (source == destination) return;  // blocks of the same number are the same ones only within a pool
   if (is_wide(lane)) {
     copy_words<uint4>(source, destination, range);
   } else {
@@ -100,6 +100,9 @@ __device__ void copy_range(const CopyLane& lane, Pair pair, Range range) {
 // ---- Chains. A pair is chained when its source is another pair's destination or the other way round. ----
 
 __device__ bool test(const uint32_t* bits, int64_t index) { return bits[index / 32] >> (index % 32) & 1; }
+
+// A pair that can be chained: within a pool, a block onto itself moves nothing that others read or write.
+__device__ bool moves(Pair pair) { return is_pair(pair) && pair.source != pair.destination; }
 
 // Sets chained[i] for every chained pair. Destinations go into a hash table, a table-full at a time; every source is
 // then looked up. Returns (to all threads) whether there is any.
@@ -113,7 +116,7 @@ __device__ bool find_chains(const Launch& p, uint32_t* chained, uint32_t* keys, 
     const int64_t end = start + kTablePairs < p.num_pairs ? start + kTablePairs : p.num_pairs;
     for (int64_t i = start + threadIdx.x; i < end; i += kThreads) {
       const Pair pair = pair_at(p, i);
-      if (!is_pair(pair)) continue;
+      if (!moves(pair)) continue;
       uint32_t at = hash(uint32_t(pair.destination));
       while (atomicCAS(&keys[at], kEmpty, uint32_t(pair.destination)) != kEmpty) at = (at + 1) % kTableSize;
       owners[at] = int32_t(i);
@@ -121,7 +124,7 @@ __device__ bool find_chains(const Launch& p, uint32_t* chained, uint32_t* keys, 
     __syncthreads();
     for (int64_t i = threadIdx.x; i < p.num_pairs; i += kThreads) {
       const Pair pair = pair_at(p, i);
-      if (!is_pair(pair)) continue;
+      if (!moves(pair)) continue;
       for (uint32_t at = hash(uint32_t(pair.source)); keys[at] != kEmpty; at = (at + 1) % kTableSize) {
         if (keys[at] != uint32_t(pair.source)) continue;
         found = true;

@@ -22,6 +22,8 @@ void paged_attention(AttentionParams params, const Allocate& allocate, cudaStrea
 
 void merge_attention_states(const MergeParams& params, cudaStream_t stream);
 void gather_blocks(const GatherParams& params, cudaStream_t stream);
+void find_shared_prefixes(const SharedPrefixParams& params, cudaStream_t stream);
+int64_t shared_prefixes_workspace(const SharedPrefixParams& params);  // bytes that params.workspace must point to
 
 // A failed allocation is told by counters[kFailures] and counters[kWanted], never by an exception.
 void allocate(const AllocateParams& params, cudaStream_t stream);

@@ -55,8 +55,10 @@ bool fits_tensor_cores(const AttentionParams& p) {
 }
 
 // Packed rows of an item: no more than a step's longest sequence has, and what registers hold.
+// Beside prefills what is left are mostly single tokens, whatever the longest span.
 int rows_for(const AttentionParams& p, int head_size_class) {
-  const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
+  const int64_t tokens = prefill::fits(p) ? 1 : p.max_seqlen_q;
+  const int64_t rows = tokens * (p.num_heads / p.num_kv_heads);
   if (rows <= 8) return 8;
   return rows <= 16 || head_size_class == 256 || size_of(p.key_cache.dtype) == 1 ? 16 : 32;
 }
@@ -239,6 +241,7 @@ void paged_attention(AttentionParams params, const Allocate& allocate, cudaStrea
     void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
     prefill::launch(params, launch.row_limit, alone, memory, stream);
     if (alone) return;
+    launch.beside_prefill = true;
   }
   launch_attention(launch, plan, stream);
   switch (plan.rows) {

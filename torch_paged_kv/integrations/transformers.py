@@ -189,6 +189,8 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         mode: "auto" takes the direct path where the model can; "direct" and "gather" choose.
         prefix_cache: known blocks of prompts, for ``generate`` to take and to add to (needs ``config``). Its pool is
             that of the first cache it is given to, and a size is that of this pool.
+        share_prefix_reads: read blocks that rows next to each other begin with once for all of them, in steps of a few
+            positions: beams, samples of one prompt and prompts of a prefix cache. Results differ by rounding.
 
     Padding takes no slot: a left-padded row holds its real tokens only. ``copy.deepcopy`` is a fork that shares blocks.
     """
@@ -207,6 +209,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         pool: KVPool | None = None,
         mode: str = "auto",
         prefix_cache: PrefixCache | None = None,
+        share_prefix_reads: bool = False,
     ) -> None:
         if mode not in ("auto", "direct", "gather"):
             raise ValueError(f'mode must be "auto", "direct" or "gather", got {mode!r}')
@@ -223,6 +226,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             dtype=dtype,
             scales=scales,
             pool=pool,
+            share_prefix_reads=share_prefix_reads,
         )
         self.prefix_cache = prefix_cache
         self._expected: Batch | None = None  # prompts to remember once they are written
@@ -392,7 +396,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether generate may compile the decode steps: asked several times a step, so not of every paged layer."""
-        sized = bool(self.layers) and self.is_sized and not self._spread and VERSION >= (5,)
+        sized = len(self.layers) > 0 and self.is_sized and not self._spread and VERSION >= (5,)
         return sized and all(layer.is_compileable for layer in self._other_layers())
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
@@ -531,6 +535,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             pool=self._pool,
             mode=self._mode,
             prefix_cache=self.prefix_cache,
+            share_prefix_reads=self.share_prefix_reads,
             **size,
         )
         for index, layer in enumerate(self.layers):
