@@ -104,3 +104,26 @@ def test_a_cache_of_ten_times_the_capacity(device: torch.device) -> None:
     assert torch.equal(logits, other_logits)
     assert torch.equal(table, other_table)
     assert held == other_held
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+def test_a_fork_has_the_tables_width_and_takes_the_used_columns(device: torch.device) -> None:
+    """A compiled graph of the cache serves its fork; both go on as one of them alone would."""
+    model: Any = models.tiny("llama").to(device)
+    batch = {name: tensor.to(device) for name, tensor in models.prompts([models.PROMPT, 5]).items()}
+    with torch.no_grad():
+        cache = PagedKVCache(model.config, block_size=4, num_blocks=90)
+        model(**batch, past_key_values=cache)
+        fork, repeated = cache.fork(), cache.fork()
+        repeated.batch_repeat_interleave(3)
+        widths = {one._rows.block_table.shape[2] for one in (cache, fork, repeated) if one._rows is not None}
+        assert widths == {90}
+        token = batch["input_ids"][:, -1:]
+        for _ in range(9):
+            cache_logits, fork_logits = (model(token, past_key_values=one).logits for one in (cache, fork))
+            repeated_logits = model(token.repeat_interleave(3, dim=0), past_key_values=repeated).logits
+            assert torch.equal(cache_logits, fork_logits)
+            torch.testing.assert_close(repeated_logits, cache_logits.repeat_interleave(3, dim=0))
+            token = cache_logits[:, -1:].argmax(-1)
+    cache.pool.check(*(state for one in (cache, fork, repeated) for state in one.tables()))
+    assert cache.stats()["tokens"] == 2 * 9 + models.PROMPT + 5

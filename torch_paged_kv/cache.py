@@ -161,7 +161,8 @@ class PagedKVCache(nn.Module):
         """Slots of the mapped blocks of this cache's tables, and how many of them hold a token."""
         if self._rows is None:
             return 0, 0
-        mapped = (self._rows.block_table >= 0).sum(2)  # [num_groups, num_seqs]
+        columns = self._columns(self._mirror())
+        mapped = (self._rows.block_table[:, :, :columns] >= 0).sum(2)  # [num_groups, num_seqs]
         released = (-(-self._rows.seq_lens // self.block_size) - mapped) * self.block_size
         return int(mapped.sum()) * self.block_size, int((self._rows.seq_lens - released).sum())
 
@@ -511,7 +512,7 @@ class PagedKVCache(nn.Module):
         """
         if self._rows is None:
             return torch.empty(len(self._group_windows), 0, 0, dtype=torch.int32)
-        columns = -(-max(self.seq_lens(), default=0) // self.block_size)
+        columns = self._columns(self._mirror())
         return self._rows.block_table[:, :, :columns].to("cpu", copy=True)
 
     def stored(self) -> Tensor:
@@ -551,7 +552,7 @@ class PagedKVCache(nn.Module):
         if source.shape[0] == rows.num_seqs:
             pool.fork(rows.block_table, rows.seq_lens, source, torch.arange(rows.num_seqs, device=source.device))
         else:
-            self._hold(rows.forked(source, pool))
+            self._hold(rows.forked(source, pool, self._columns(lengths)))
             pool.free_rows(rows)
         if not lengths.alike or source.shape[0] != len(lengths.lens):
             lengths.select(source.tolist())
@@ -566,7 +567,8 @@ class PagedKVCache(nn.Module):
         fork._lengths = self._mirror().copy()
         if self._rows is not None:
             self.pool.shared = True
-            fork._hold(self._rows.forked(torch.arange(self.num_seqs, device=self._rows.seq_lens.device), self.pool))
+            every_row = torch.arange(self.num_seqs, device=self._rows.seq_lens.device)
+            fork._hold(self._rows.forked(every_row, self.pool, self._columns(fork._lengths)))
         return fork
 
     def truncate(self, length: int) -> None:
@@ -691,6 +693,10 @@ class PagedKVCache(nn.Module):
             return self._lengths
         progress.mirror_stale, progress.announced = False, None
         return self._lengths
+
+    def _columns(self, lengths: Lengths) -> int:
+        """Columns of the block table that rows of these lengths use."""
+        return -(-max(lengths.lens, default=0) // self.block_size)
 
     def _read_lengths(self) -> None:
         """Read the mirror from the tensors, and whether a step ran out of blocks. Synchronises on CUDA."""
