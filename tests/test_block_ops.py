@@ -103,6 +103,15 @@ def test_copy_blocks_of_pools_of_different_size(device: torch.device) -> None:
     assert block_numbers(large) == [0, 1, 0, 3, 4, 1]
 
 
+def test_a_cycle_through_blocks_that_one_pool_lacks(device: torch.device) -> None:
+    """There it is no cycle: the pairs that are left copy what was there before."""
+    small, large = torch.arange(3.0, device=device)[:, None].clone(), torch.arange(6.0, device=device)[:, None].clone()
+    mapping = pairs((10**4, 5), (1, 10**4), (0, 1), (1, 4), (4, 0), (5, 10**4), (2, 2), device=device)
+    ops.copy_blocks([small, large], [], mapping)
+    assert small.flatten().tolist() == [0, 0, 2]
+    assert large.flatten().tolist() == [4, 0, 2, 3, 1, 5]
+
+
 def test_copy_blocks_without_caches(device: torch.device) -> None:
     ops.copy_blocks([], [], pairs((0, 1), device=device))
 

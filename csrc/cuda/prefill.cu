@@ -1,6 +1,4 @@
 // The prefill kernel, host side, and the launch before it that finds out on the device what there is to do.
-#include <cstdlib>
-#include <cstring>
 
 #include "device.cuh"
 #include "prefill.h"
@@ -49,11 +47,15 @@ __device__ int32_t decoded_keys(const Launch& a, const Spans& s) {
 }
 
 // Thread blocks that shall work. Beside decodes not all: tensor cores and memory then work at the same time, on different
-// SMs, and this kernel shall end when kShare of the decodes are done.
-__device__ int32_t blocks_for(const Launch& a, float tile_keys, float decoded) {
-  const float blocks = ceilf(a.exp_cost * tile_keys / decoded);
+// SMs. `work`: key steps of the row tiles of one head, `decoded`: keys that the decode kernel reads of it.
+__device__ int32_t blocks_for(const Launch& a, float work, float decoded) {
+  constexpr float kStepCost = 300.0f;  // time of a step on one SM, in times that memory takes to read a key
+  const float blocks = ceilf(kStepCost * work / decoded);
   return blocks < float(a.max_blocks) ? int32_t(fmaxf(blocks, 1.0f)) : a.max_blocks;
 }
+
+// Key steps of a tile: its keys, and what its begin and end take.
+__device__ float steps_of(const Tile& t) { return float(max(t.keys_end - t.keys_begin, 0) + 256); }
 
 // Calls function(tile) for every row tile, a warp a sequence.
 template <class Function>
@@ -82,10 +84,10 @@ __device__ int32_t sum_before(int32_t value, int32_t (&sums)[kScheduleWarps]) {
 // Lists the row tiles, those with most keys first (a counting sort), and resets the counter that deals them out.
 __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_constant__ Launch a) {
   __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], most_keys;
-  __shared__ float tile_keys, decoded;
+  __shared__ float work, decoded;
   let_dependents_start();
   positions[threadIdx.x] = 0;
-  if (threadIdx.x == 0) most_keys = 0, tile_keys = decoded = 0.0f;
+  if (threadIdx.x == 0) most_keys = 0, work = decoded = 0.0f;
   __syncthreads();
   for (int32_t sequence = threadIdx.x; sequence < a.params.num_seqs; sequence += kScheduleThreads) {
     const Spans s = spans_of(a, sequence);
@@ -98,12 +100,12 @@ __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_consta
   const auto bucket = [shift](const Tile& t) { return kBuckets - 1 - (max(t.keys_end - t.keys_begin, 0) >> shift); };
   for_each_tile(a, [&](const Tile& t) {
     atomicAdd(&positions[bucket(t)], 1);
-    atomicAdd(&tile_keys, float(max(t.keys_end - t.keys_begin, 0)));
+    atomicAdd(&work, steps_of(t));
   });
   __syncthreads();
   const int32_t count = positions[threadIdx.x], before = sum_before(count, sums);
   positions[threadIdx.x] = before;
-  if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0, blocks_for(a, tile_keys, decoded)};
+  if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0, blocks_for(a, work, decoded)};
   __syncthreads();
   for_each_tile(a, [&](const Tile& t) {
     const int32_t position = atomicAdd(&positions[bucket(t)], 1);
@@ -216,15 +218,13 @@ Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, vo
   a.log2_block_size = log2_of(p.block_size);
   a.max_blocks = current_device().num_sms;
   a.outside = outside;
-  a.exp_cost = std::getenv("PKV_COST") ? float(atof(std::getenv("PKV_COST"))) : 214.0f;
   return a;
 }
 
 // Here one thread block does a unit of work from begin to end; the decode kernel splits keys among thread blocks, and is
-// faster with units for less than a quarter of the SMs. (Deterministic results must not hang on a row's neighbours.)
+// faster with units for less than an eighth of the SMs. (Deterministic results must not hang on a row's neighbours.)
 bool fills_chip(const AttentionParams& p) {
-  if (std::getenv("PKV_MIN")) return p.num_tokens * p.num_heads >= atoi(std::getenv("PKV_MIN")) * int64_t(tile_rows(p));
-  return 4 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p);
+  return 8 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p);
 }
 
 }  // namespace

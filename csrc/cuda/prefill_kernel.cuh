@@ -537,6 +537,7 @@ class Consumer {
   __device__ void examine(float (&scores)[kScores], Softmax& softmax, const Rows& rows, int tile, float factor) {
     pin(scores);
     const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[examined_ring_.stage]);
+    __syncwarp();  // lane 0 says for all that they have read
     release(barriers_.key_empty(examined_ring_.stage));
     examined_ring_.advance();
     to_logits(scores, rows, tile, mapped);

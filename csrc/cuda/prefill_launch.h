@@ -36,7 +36,6 @@ struct Launch {
   int32_t window_left, window_right;  // clipped to 2^30
   int32_t log2_block_size;  // -1: no power of two
   bool outside;
-  float exp_cost;
 };
 
 // Shapes of a kernel instance.
