@@ -1,22 +1,28 @@
 """Batches of several rows under random operations, beside the tokens and padding of each row as Python lists.
 
 Two layers, the second with a sliding window, so that there are two block tables. A key is its token. What needs more
-blocks than there are is refused, and then nothing may have changed.
+blocks than there are is refused, and then nothing may have changed. Batches go to host memory, rows go to files, and
+come back.
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torch_paged_kv import OutOfBlocksError
 from torch_paged_kv.cache import PagedKVCache
+from torch_paged_kv.files import load, save
+from torch_paged_kv.offload import HostTier, Swapped
 
-BLOCK, NUM_BLOCKS, WINDOW, MOST_POSITIONS, MOST_CACHES = 3, 60, 5, 24, 5
+BLOCK, NUM_BLOCKS, HOST_BLOCKS, WINDOW, MOST_POSITIONS, MOST_CACHES = 3, 60, 30, 5, 24, 5
 
 
 @dataclass(eq=False)
@@ -46,7 +52,10 @@ class Batches:
         self.store(first, torch.zeros(1, 1))
         first.reset()
         self.pool = first.pool
+        self.tier = HostTier(self.pool, HOST_BLOCKS)
         self.batches: list[Batch] = []
+        self.swapped: list[tuple[Swapped, Batch]] = []
+        self.directory = tempfile.TemporaryDirectory()
         self.done: Counter[str] = Counter()
 
     def store(self, cache: PagedKVCache, tokens: Tensor) -> None:
@@ -65,7 +74,9 @@ class Batches:
 
     def check(self, *touched: Batch) -> None:
         """The accounts close, and caches hold what the model says."""
-        self.pool.check(*(table for batch in self.batches for table in batch.cache.tables()))
+        self.tier.synchronize()  # on a GPU, blocks are held until they are copied out
+        self.pool.check(self.tier.holdings(), *(table for batch in self.batches for table in batch.cache.tables()))
+        assert self.tier.num_free == HOST_BLOCKS - sum(swapped.num_blocks for swapped, _ in self.swapped)
         for batch in touched:
             self.check_batch(batch)
 
@@ -150,9 +161,8 @@ class Batches:
 
     def fork(self) -> None:
         batch = self.some()
-        if len(self.batches) < MOST_CACHES:
-            self.batches.append(Batch(batch.cache.fork(), [list(row) for row in batch.rows]))
-            self.check(self.batches[-1])
+        self.batches.append(Batch(batch.cache.fork(), [list(row) for row in batch.rows]))
+        self.check(self.batches[-1])
 
     def crop(self) -> None:
         batch = self.some()
@@ -167,6 +177,46 @@ class Batches:
         batch.rows = [row[:length] for row in batch.rows]
         self.check(batch)
 
+    def attempt(self, action: Callable[[], object]) -> bool:
+        """Whether there was room for something; if not, nothing may have changed."""
+        before = self.state()
+        try:
+            action()
+        except OutOfBlocksError as error:
+            assert error.wanted > error.free  # noqa: PT017  (refused is right if so; anything else is a fault)
+            assert self.state() == before
+            self.done["refused"] += 1
+            return False
+        return True
+
+    def swap_out(self) -> None:
+        batch = self.some()
+        if self.attempt(lambda: self.swapped.append((self.tier.swap_out(batch.cache), batch))):
+            self.batches.remove(batch)
+
+    def swap_in(self) -> None:
+        if self.swapped:
+            chosen = self.random.choice(self.swapped)
+            batch = Batch(PagedKVCache([None, WINDOW], pool=self.pool), chosen[1].rows)
+            if self.attempt(lambda: self.tier.swap_in(batch.cache, chosen[0])):
+                self.swapped.remove(chosen)
+                self.batches.append(batch)
+                self.check(batch)
+
+    def forget(self) -> None:
+        if self.swapped:
+            self.swapped.remove(self.random.choice(self.swapped))
+
+    def file(self) -> None:
+        """Some rows to a file and back into another cache."""
+        batch, path = self.some(), Path(self.directory.name) / "kv.safetensors"
+        rows = self.random.sample(range(len(batch.rows)), self.random.randint(1, len(batch.rows)))
+        save(batch.cache, path, rows=rows)
+        copy = Batch(PagedKVCache([None, WINDOW], pool=self.pool), [list(batch.rows[row]) for row in rows])
+        if self.attempt(lambda: load(copy.cache, path)):
+            self.batches.append(copy)
+            self.check(copy)
+
     def reset(self) -> None:
         batch = self.some()
         batch.cache.reset()
@@ -179,8 +229,10 @@ class Batches:
         """One random operation."""
         operations = [self.begin]
         if self.batches:
-            operations = [self.append] * 6 + [self.reorder] * 3 + [self.crop, self.fork, self.drop, self.reset]
-            operations += [self.begin] * 2 if len(self.batches) < MOST_CACHES else []
+            operations = [self.append] * 12 + [self.reorder] * 6 + [self.crop, self.drop, self.reset] * 2
+            operations += [self.swap_out, self.swap_in, self.forget]
+            if len(self.batches) < MOST_CACHES:
+                operations += [self.begin] * 4 + [self.fork] * 2 + [self.swap_in] * 2 + [self.file]
         operation = self.random.choice(operations)
         operation()
         self.done[operation.__name__] += 1
@@ -188,5 +240,8 @@ class Batches:
     def close(self) -> int:
         """Let go of everything; how many blocks do not come back."""
         self.batches.clear()
+        self.swapped.clear()
+        self.tier.synchronize()
         self.pool.check()
-        return NUM_BLOCKS - self.pool.num_free
+        self.directory.cleanup()
+        return NUM_BLOCKS - self.pool.num_free + HOST_BLOCKS - self.tier.num_free
