@@ -2,7 +2,7 @@
 
 Two layers, the second with a sliding window, so that there are two block tables. A key is its token. What needs more
 blocks than there are is refused, and then nothing may have changed. Batches go to host memory, rows go to files, and
-come back.
+come back; prompts that begin alike find each other's blocks in a prefix cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_paged_kv import OutOfBlocksError
+from torch_paged_kv import OutOfBlocksError, PrefixCache
 from torch_paged_kv.cache import PagedKVCache
 from torch_paged_kv.files import load, save
 from torch_paged_kv.offload import HostTier, Swapped
@@ -36,6 +36,10 @@ class Batch:
     def seen(self) -> int:
         return len(self.rows[0])
 
+    def ids(self) -> Tensor:
+        """int64 [num_seqs, seen], 0 at padding."""
+        return torch.tensor([[token or 0 for token in row] for row in self.rows]).reshape(len(self.rows), self.seen)
+
     def mask(self) -> Tensor:
         """bool [num_seqs, seen]."""
         real = [[token is not None for token in row] for row in self.rows]
@@ -53,6 +57,9 @@ class Batches:
         first.reset()
         self.pool = first.pool
         self.tier = HostTier(self.pool, HOST_BLOCKS)
+        self.known = PrefixCache()
+        self.known.bind(first, self.pool)
+        self.texts = [[self.random.randrange(1, 1000) for _ in range(MOST_POSITIONS)] for _ in range(3)]
         self.batches: list[Batch] = []
         self.swapped: list[tuple[Swapped, Batch]] = []
         self.directory = tempfile.TemporaryDirectory()
@@ -67,15 +74,18 @@ class Batches:
     # ---- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> list[object]:
-        """All there is to know of the pool and the caches that hold something, but for what is in the blocks."""
-        pool = [tensor.tolist() for tensor in (self.pool.free_ring, self.pool.ref_counts, self.pool.counters)]
-        caches = [(b.cache.table().tolist(), b.cache.seq_lens(), b.cache.seen) for b in self.batches if b.cache.seen]
-        return [*pool, caches]
+        """All there is to know of the caches that hold something, but for what is in their blocks."""
+        return [(b.cache.table().tolist(), b.cache.seq_lens(), b.cache.seen) for b in self.batches if b.cache.seen]
+
+    def pool_state(self) -> list[object]:
+        """Of the pool, what is free in its order and how often each block is held."""
+        return [tensor.tolist() for tensor in (self.pool.free_ring, self.pool.ref_counts, self.pool.counters)]
 
     def check(self, *touched: Batch) -> None:
         """The accounts close, and caches hold what the model says."""
         self.tier.synchronize()  # on a GPU, blocks are held until they are copied out
-        self.pool.check(self.tier.holdings(), *(table for batch in self.batches for table in batch.cache.tables()))
+        tables = [table for batch in self.batches for table in batch.cache.tables()]
+        self.pool.check(self.tier.holdings(), self.known.holdings(), *tables)
         assert self.tier.num_free == HOST_BLOCKS - sum(swapped.num_blocks for swapped, _ in self.swapped)
         for batch in touched:
             self.check_batch(batch)
@@ -118,15 +128,13 @@ class Batches:
         """Whether there were blocks for it."""
         new = self.tokens(len(batch.rows), length)
         longer = Batch(batch.cache, [old + more for old, more in zip(batch.rows, new, strict=True)])
-        before = self.state()
-        try:
-            padded = any(token is None for row in longer.rows for token in row)
+        padded = any(token is None for row in longer.rows for token in row)
+
+        def write() -> None:
             batch.cache.pad(longer.mask().to(self.device) if padded else None, length)
-            self.store(batch.cache, torch.tensor([[token or 0 for token in row] for row in new]))
-        except OutOfBlocksError as error:
-            assert error.wanted > error.free  # noqa: PT017  (refused is right if so; anything else is a fault)
-            assert self.state() == before
-            self.done["refused"] += 1
+            self.store(batch.cache, longer.ids()[:, batch.seen :])
+
+        if not self.attempt(write):
             return False
         batch.rows = longer.rows
         return True
@@ -138,6 +146,45 @@ class Batches:
             self.check(batch)
         else:
             self.batches.remove(batch)
+
+    def begin_known(self) -> None:
+        """A left-padded batch of prompts that may begin as others did; what is known is not written again."""
+        prompts = [
+            self.random.choice(self.texts)[: self.random.randint(1, 14)]
+            + [self.random.randrange(1, 1000) for _ in range(self.random.randrange(3))]
+            for _ in range(self.random.randint(1, 3))
+        ]
+        length = max(len(prompt) for prompt in prompts)
+        rows: list[list[int | None]] = [[None] * (length - len(prompt)) + prompt for prompt in prompts]
+        whole = Batch(PagedKVCache([None, WINDOW], pool=self.pool), rows)
+        seen = self.known.attach(whole.cache, whole.ids(), whole.mask())
+        assert 0 <= seen < length
+        self.done["hits"] += seen > 0
+        batch = Batch(whole.cache, [row[:seen] for row in rows])
+        self.batches.append(batch)
+        if seen:
+            self.check(batch)
+
+        def rest() -> None:
+            batch.cache.pad(whole.mask().to(self.device), length - seen)
+            self.store(batch.cache, whole.ids()[:, seen:])
+
+        if self.attempt(rest):
+            batch.rows = rows
+            self.known.register(batch.cache, whole.ids())
+            self.check(batch)
+        else:
+            self.batches.remove(batch)
+
+    def register(self) -> None:
+        batch = self.some()
+        if batch.seen:
+            self.known.register(batch.cache, batch.ids())
+
+    def evict(self) -> None:
+        self.known.evict(self.random.randint(1, 5))
+        if self.random.random() < 0.2:
+            self.known.clear()
 
     def some(self) -> Batch:
         return self.random.choice(self.batches)
@@ -179,12 +226,14 @@ class Batches:
 
     def attempt(self, action: Callable[[], object]) -> bool:
         """Whether there was room for something; if not, nothing may have changed."""
-        before = self.state()
+        before, pool_before = self.state(), self.pool_state()
+        gives_up = self.known.stats()["evictable_blocks"] > 0  # what a prefix cache alone holds, enough or not
         try:
             action()
         except OutOfBlocksError as error:
             assert error.wanted > error.free  # noqa: PT017  (refused is right if so; anything else is a fault)
             assert self.state() == before
+            assert gives_up or self.pool_state() == pool_before
             self.done["refused"] += 1
             return False
         return True
@@ -230,9 +279,9 @@ class Batches:
         operations = [self.begin]
         if self.batches:
             operations = [self.append] * 12 + [self.reorder] * 6 + [self.crop, self.drop, self.reset] * 2
-            operations += [self.swap_out, self.swap_in, self.forget]
+            operations += [self.swap_out, self.swap_in, self.forget, self.register, self.evict]
             if len(self.batches) < MOST_CACHES:
-                operations += [self.begin] * 4 + [self.fork] * 2 + [self.swap_in] * 2 + [self.file]
+                operations += [self.begin, self.begin_known, self.fork] * 2 + [self.swap_in] * 2 + [self.file]
         operation = self.random.choice(operations)
         operation()
         self.done[operation.__name__] += 1
@@ -241,6 +290,7 @@ class Batches:
         """Let go of everything; how many blocks do not come back."""
         self.batches.clear()
         self.swapped.clear()
+        self.known.clear()
         self.tier.synchronize()
         self.pool.check()
         self.directory.cleanup()
