@@ -54,8 +54,9 @@ def main() -> int:
         sys.exit("PAGED_KV_DEBUG must be unset: much of what is given to the ops here is what debug mode refuses")
     settings = Settings(given.device, given.seed, given.scale, given.minutes, given.case)
     parts = given.only or [part for part in PARTS if part != "sanitizers"]
+    facts = report.environment(settings.device)  # before a long run, in which the tree may change
     results = run(parts, settings)
-    report.write(given.out, settings, results)
+    report.write(given.out, facts, settings, results)
     print(f"the report is in {given.out}")
     return int(any(result.num_faults or result.lost for result in results))
 

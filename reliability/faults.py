@@ -311,33 +311,45 @@ def generated(model: Any, batch: dict[str, Tensor], **settings: Any) -> Tensor:
 
 
 def pools_too_small(settings: Settings, result: Result) -> None:
-    """`generate` with pools of every size up to the one that suffices; then the same cache goes on where it stopped."""
-    from torch_paged_kv import PagedKVCache as ModelCache
-
+    """`generate` finds every number of free blocks that is too small; then it goes on where it stopped, with more."""
     again = command(settings, "faults")
     for family in ("llama", "gemma3"):
-        model, batch = tiny_model(family, settings.device), prompts(settings.device)
-        expected = generated(model, batch)
+        scene = Scene.of(family, settings.device)
+        for num_free in range(1, 100):
+            finished: list[bool] = []
 
-        def sizes(model: Any = model, batch: Any = batch, expected: Any = expected, family: str = family) -> int:
-            lost = 0
-            for num_blocks in range(1, 100):
-                where = f"generate with {num_blocks} blocks, {family}"
-                cache = ModelCache(model.config, block_size=4, num_blocks=num_blocks)
-                try:
-                    tokens = generated(model, batch, past_key_values=cache)
-                except OutOfBlocksError:
-                    result.counts["generates without blocks"] += 1
-                    cache.check()
-                    cache.reset()
-                    lost += cache.pool.num_blocks - cache.pool.num_free
-                    continue
-                if not torch.equal(tokens, expected):
-                    result.fault(where, "other tokens than with a DynamicCache", again)
+            def too_few(scene: Scene = scene, num_free: int = num_free, finished: list[bool] = finished) -> int:
+                stopped, lost = stop_and_go_on(scene, num_free)
+                finished.append(not stopped)
+                result.counts["generates without blocks"] += stopped
+                return lost
+
+            if not result.guard(f"generate with {num_free} free blocks, {family}", again, too_few) or finished[0]:
                 break
-            return lost
 
-        result.guard(f"generate with too few blocks, {family}", again, sizes)
+
+def stop_and_go_on(scene: Scene, num_free: int) -> tuple[bool, int]:
+    """A `generate` with so many free blocks. Whether it ran out of them, and how many were lost."""
+    cache = scene.cache(num_blocks=60)
+    scene.model(**scene.batch, past_key_values=cache)  # makes the pool
+    cache.reset()
+    pool = cache.pool
+    held = pool.acquire(60 - num_free)
+    row = (held[None, None], torch.tensor([len(held) * pool.block_size]))
+    stopped = False
+    try:
+        scene.succeeds(past_key_values=cache)
+    except OutOfBlocksError:
+        stopped = True
+        pool.check(row, *cache.tables())
+        pool.release(held)
+        length = scene.batch["input_ids"].shape[1]
+        generated_before = cache.seen + 1 - length if cache.seen else 0  # the last one is not in the cache
+        scene.goes_on(cache, generated_before)
+    else:
+        pool.release(held)
+    cache.reset()
+    return stopped, pool.num_blocks - pool.num_free
 
 
 class Injected(Exception):
@@ -405,6 +417,14 @@ class Scene:
             return
         raise AssertionError("the exception did not come out of generate")
 
+    def goes_on(self, cache: Any, begun: int) -> None:
+        """A `generate` from the prompts and so many tokens, on a cache that holds all of them but the last."""
+        ids = self.expected[:, : self.batch["input_ids"].shape[1] + begun]
+        mask = torch.nn.functional.pad(self.batch["attention_mask"], (0, begun), value=1)
+        rest = {"input_ids": ids, "attention_mask": mask}
+        tokens = generated(self.model, rest, past_key_values=cache, max_new_tokens=NEW_TOKENS - begun)
+        assert torch.equal(tokens, self.expected), "other tokens from there on"
+
     def succeeds(self, **arguments: Any) -> None:
         assert torch.equal(generated(self.model, self.batch, **arguments), self.expected), "other tokens afterwards"
 
@@ -454,10 +474,7 @@ def cut_and_go_on(scene: Scene, where: tuple[str, int, int]) -> int:
     cache.truncate(0 if step == 0 else length + step - 1)
     cache.check()
     assert not cache.within_step, "a cache cut to whole steps must be between two steps"
-    mask = torch.nn.functional.pad(scene.batch["attention_mask"], (0, step), value=1)
-    begun = {"input_ids": scene.expected[:, : length + step], "attention_mask": mask}
-    tokens = generated(scene.model, begun, past_key_values=cache, max_new_tokens=NEW_TOKENS - step)
-    assert torch.equal(tokens, scene.expected), "other tokens after the cache was cut"
+    scene.goes_on(cache, step)
     cache.reset()
     lost: int = cache.pool.num_blocks - cache.pool.num_free
     return lost

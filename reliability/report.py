@@ -146,16 +146,13 @@ def markdown(settings: Settings, facts: dict[str, str], results: list[Result]) -
     return "\n".join(lines) + "\n"
 
 
-def write(directory: Path, settings: Settings, results: list[Result]) -> str:
-    """Write `reliability.md` and `reliability.json`; the text of the former."""
-    facts = environment(settings.device)
-    text = markdown(settings, facts, results)
+def write(directory: Path, facts: dict[str, str], settings: Settings, results: list[Result]) -> None:
+    """Write `reliability.md` and `reliability.json`."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "reliability.md").write_text(text)
+    (directory / "reliability.md").write_text(markdown(settings, facts, results))
     report: dict[str, Any] = {
         "environment": facts,
         "settings": asdict(settings),
         "results": [vars(result) | {"faults": [vars(fault) for fault in result.faults]} for result in results],
     }
     (directory / "reliability.json").write_text(json.dumps(report, indent=1) + "\n")
-    return text

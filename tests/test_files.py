@@ -167,6 +167,27 @@ def test_single_rows(tmp_path: Path) -> None:
     assert_equal(held(other), [tensor[[2, 0]] for tensor in held(cache)])
 
 
+def test_a_row_that_is_shorter_than_those_left_out(tmp_path: Path) -> None:
+    """Its table in the file has the columns that it needs, which load insists on."""
+    cache = core_cache(length=2 * BLOCK, num_seqs=2)
+    cache.pad(torch.tensor([[True] * 13, [True] * 8 + [False] * 5]), 5)
+    write(cache, 5, num_seqs=2)
+    before = held(cache)
+    save(cache, tmp_path / "kv.safetensors", rows=[1])
+    assert load_file(tmp_path / "kv.safetensors")["block_table"].shape == (2, 1, 2)
+    other = CoreCache([None, 8], block_size=BLOCK)
+    load(other, tmp_path / "kv.safetensors")
+    assert other.seq_lens() == [8]
+    assert_equal(held(other), [tensor[[1]] for tensor in before])
+    other.check()
+
+
+def test_no_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows must name at least one row, got \[\]"):
+        save(core_cache(num_seqs=2), tmp_path / "kv.safetensors", rows=[])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_blocks_behind_a_window_are_not_saved(tmp_path: Path) -> None:
     cache = core_cache(length=30)
     write(cache, 1)

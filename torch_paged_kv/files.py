@@ -51,7 +51,7 @@ def save(
         Bytes of the file.
 
     Raises:
-        ValueError: the cache is within a step, or ``input_ids`` has another shape.
+        ValueError: the cache is within a step, ``rows`` names none, or ``input_ids`` has another shape.
     """
     from safetensors.torch import save_file
 

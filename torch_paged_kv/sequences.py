@@ -33,7 +33,11 @@ class Sequences:
             raise ValueError("the cache must be between two steps: every layer written")
         table, real = cache.table(), cache.stored()
         if rows is not None:
-            table, real = table[:, list(rows)], real[list(rows)]
+            if len(rows) == 0:
+                raise ValueError(f"rows must name at least one row, got {list(rows)}")
+            real = real[list(rows)]
+            columns = -(-int(real.sum(1).max()) // cache.block_size)
+            table = table[:, list(rows), :columns]  # others may have been longer
         blocks, numbers = table[table >= 0].unique(return_inverse=True)
         renumbered = table.clone()
         renumbered[table >= 0] = numbers.to(torch.int32)
