@@ -7,10 +7,11 @@ from setuptools import setup
 
 sys.path.insert(0, str(Path(__file__).parent / "build_backend"))
 
-from ninja_build_ext import NinjaBuildExt, extensions
+from ninja_build_ext import NinjaBuildExt, build_number, extensions
 
 setup(
     ext_modules=extensions(),
     cmdclass={"build_ext": NinjaBuildExt},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},  # no Python symbols: one wheel serves every Python
+    # No Python symbols: one wheel serves every Python.
+    options={"bdist_wheel": {"py_limited_api": "cp310", "build_number": build_number()}},
 )

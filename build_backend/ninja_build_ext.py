@@ -9,6 +9,7 @@ Sources are found by where they lie and what they are called:
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ SANITIZE = os.environ.get("PAGED_KV_SANITIZE", "")  # address,undefined: a libra
 BUILD_DIR = SOURCE_DIR / "build" / ("ninja-sanitized" if SANITIZE else "ninja")  # fixed: a second build is incremental
 CPU_LIBRARY = "torch_paged_kv._C_cpu"
 CUDA_LIBRARY = "torch_paged_kv._C_cuda"
+BUILD_FACTS = "build.json"  # beside the libraries
 
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter")
 CXX_FLAGS = (
@@ -121,11 +123,12 @@ class NinjaFile:
     def add_cuda_library(self) -> None:
         """Add the library of the CUDA host code and kernels, which sees no torch header in a ``.cu``."""
         assert self.cuda is not None
-        host = [*self._host_flags(), "-DUSE_CUDA", "-DPAGED_KV_CUDA", "-isystem", str(self.cuda.root / "include")]
+        host = [*self._host_flags(), "-DUSE_CUDA", "-DPAGED_KV_CUDA", *self.cuda.include_flags]
         device = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
         device += [f"-Xcompiler=-ffile-prefix-map={SOURCE_DIR}/=", *self.cuda.arch_flags]
-        objects = [self._object(source, host, "_cuda") for source in sources("*.cpp")]
-        tag = "_".join(("", *self.cuda.archs))  # objects for other architectures stay valid beside these
+        objects = [self._object(source, host, "_cuda{}{}".format(*self.cuda.version)) for source in sources("*.cpp")]
+        # Objects of other toolkits and architectures stay valid beside these.
+        tag = "_".join(("", "cu{}{}".format(*self.cuda.version), *self.cuda.archs))
         objects += [self._object(source, device, tag) for source in sources("cuda/*.cu")]
         runtime = [f"-L{self.cuda.lib}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
         self._library(CUDA_LIBRARY, objects, runtime)
@@ -141,6 +144,37 @@ class NinjaFile:
         text = "\n".join(self.lines) + "\n"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
+
+
+def commit() -> str | None:
+    """Return the commit of the source tree, "+" after it if files differ; None where there is no repository."""
+    git = ["git", "-C", str(SOURCE_DIR)]
+    if not (SOURCE_DIR / ".git").exists() or shutil.which("git") is None:
+        return None
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    return head.stdout.strip() + ("+" if changes.stdout else "") or None
+
+
+def build_facts(ninja_file: NinjaFile) -> dict[str, object]:
+    """Return what the package tells of its build: ``python -m torch_paged_kv info`` reads it."""
+    cuda = ninja_file.cuda
+    return {
+        "commit": commit(),
+        "torch": "{}.{}".format(*ninja_file.torch.version),
+        "cuda": "{}.{}".format(*cuda.version) if cuda else None,
+        "archs": list(cuda.archs) if cuda else [],
+        "instruction_sets": list(ninja_file.isa),
+    }
+
+
+def build_number() -> str | None:
+    """Return the wheel's build number, which tells wheels of one version apart: 13cu130, 12cu124; None without CUDA.
+
+    Of several pip takes the highest. A local version (+cu130) would say the same, but an index takes none.
+    """
+    cuda = find_cuda()
+    return "{0}cu{0}{1}".format(*cuda.version) if cuda else None
 
 
 class NinjaBuildExt(build_ext):
@@ -165,13 +199,26 @@ class NinjaBuildExt(build_ext):
             for extension in self.extensions:
                 built = BUILD_DIR / f"{extension.name.rpartition('.')[2]}.so"
                 self.copy_file(str(built), self.get_ext_fullpath(extension.name))
+        self._facts.write_text(json.dumps(build_facts(ninja_file), indent=1) + "\n")
+
+    def copy_extensions_to_source(self) -> None:
+        """Copy the libraries of an in-place build, and what is said of them."""
+        super().copy_extensions_to_source()
+        package = self.get_finalized_command("build_py").get_package_dir("torch_paged_kv")
+        self.copy_file(str(self._facts), str(Path(package) / BUILD_FACTS))
+
+    @property
+    def _facts(self) -> Path:
+        return Path(self.build_lib) / "torch_paged_kv" / BUILD_FACTS
 
     @staticmethod
     def _findings(ninja_file: NinjaFile) -> list[str]:
         torch, cuda = ninja_file.torch, ninja_file.cuda
         return [
             f"torch {torch.version[0]}.{torch.version[1]} in {torch.root}",
-            f"CUDA from {cuda.root} for {', '.join(cuda.archs)}" if cuda else "no CUDA toolkit: CPU library alone",
+            f"CUDA {cuda.version[0]}.{cuda.version[1]} from {cuda.root} for {', '.join(cuda.archs)}"
+            if cuda
+            else "no CUDA toolkit: CPU library alone",
             f"instruction sets known to {ninja_file.compiler}: {', '.join(ninja_file.isa) or 'none'}",
         ]
 

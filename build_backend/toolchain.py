@@ -14,6 +14,8 @@ from pathlib import Path
 
 MIN_TORCH = (2, 10)
 DEFAULT_ARCHS = "8.0;9.0a;10.0;12.0+PTX"
+BLACKWELL_CUDA = (12, 8)  # the first whose nvcc knows 10.0 and 12.0
+OLDER_ARCHS = "8.0+PTX;9.0a"  # of an nvcc before that: newer GPUs compile the PTX
 
 # A source <stem>_<name>.cpp is compiled with these flags, on x86-64 alone.
 INSTRUCTION_SETS = {
@@ -76,9 +78,10 @@ def find_torch() -> Torch | None:
 
 @dataclass(frozen=True)
 class Cuda:
-    """A CUDA toolkit and the architectures to compile for."""
+    """A CUDA toolkit, its version and the architectures to compile for."""
 
     root: Path
+    version: tuple[int, int]
     archs: tuple[str, ...]
 
     @property
@@ -90,6 +93,12 @@ class Cuda:
     def lib(self) -> Path:
         """The directory of the static runtime."""
         return next(path for path in (self.root / "lib64", self.root / "lib") if path.is_dir())
+
+    @property
+    def include_flags(self) -> list[str]:
+        """The options for host code; none where a distribution put the headers, which ``-isystem`` would reorder."""
+        include = self.root / "include"
+        return [] if include == Path("/usr/include") else ["-isystem", str(include)]
 
     @property
     def arch_flags(self) -> list[str]:
@@ -113,8 +122,18 @@ def _cuda_roots() -> list[Path]:
     return [*usual, *on_path, *wheels]
 
 
-def _cuda_archs() -> tuple[str, ...]:
-    archs = tuple(re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or DEFAULT_ARCHS))
+def _cuda_version(root: Path) -> tuple[int, int] | None:
+    """Return the version that the headers of a toolkit name: 12040 is 12.4."""
+    header = root / "include" / "cuda_runtime_api.h"
+    found = (
+        re.search(r"#define CUDART_VERSION +(\d+)", header.read_text(errors="replace")) if header.is_file() else None
+    )
+    return (int(found[1]) // 1000, int(found[1]) % 1000 // 10) if found else None
+
+
+def _cuda_archs(version: tuple[int, int]) -> tuple[str, ...]:
+    usual = DEFAULT_ARCHS if version >= BLACKWELL_CUDA else OLDER_ARCHS
+    archs = tuple(re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or usual))
     for arch in archs:
         if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch):
             raise ValueError(f"TORCH_CUDA_ARCH_LIST must hold versions like 9.0a or 12.0+PTX, got {arch}")
@@ -132,8 +151,9 @@ def find_cuda() -> Cuda | None:
     if wish == "0":
         return None
     for root in _cuda_roots():
-        if (root / "bin" / "nvcc").is_file() and (root / "include" / "cuda_runtime_api.h").is_file():
-            return Cuda(root.resolve(), _cuda_archs())
+        version = _cuda_version(root)
+        if version and (root / "bin" / "nvcc").is_file():
+            return Cuda(root.resolve(), version, _cuda_archs(version))
     if wish == "1":
         raise FileNotFoundError("PAGED_KV_CUDA=1, but no directory has bin/nvcc and include/cuda_runtime_api.h")
     return None

@@ -152,7 +152,10 @@ struct StateArguments {
     require_vector(counters, device(), {"", kNumCounters});
     require_within("block_size", block_size, 1, kMaxInt32);
     if (device().is_cpu() || debug_mode()) check_lengths(seq_lens, std::min(max_blocks * block_size, kMaxInt32));
-    if (debug_mode()) check_counts(block_table, ref_counts);
+    if (debug_mode()) {
+      check_counts(block_table, ref_counts);
+      check_ring(free_ring, ref_counts, counters);
+    }
     return {{block_table.as<int32_t>(), seq_lens.as<int32_t>(), num_groups, num_seqs, max_blocks, block_size},
             {free_ring.as<int32_t>(), ref_counts.as<int32_t>(), counters.as<int64_t>(), num_blocks}};
   }
@@ -481,6 +484,7 @@ SharedPrefixParams check_find_shared_prefixes(const Tensor& block_table, const T
   if (debug_mode()) {
     check_spans(spans, table.sizes[0], kMaxInt32);
     check_lengths(lengths, table.sizes[1] * block_size);
+    check_table(table, lengths, block_size, kMaxInt32);  // of a pool of any size
   }
   SharedPrefixParams params{};
   params.block_table = table.as<int32_t>();

@@ -123,6 +123,27 @@ void check_slot_scales(const Argument& scale, const Argument& block_table, const
   }
 }
 
+void check_ring(const Argument& free_ring, const Argument& ref_counts, const Argument& counters) {
+  const HostView<int32_t> ring(free_ring);
+  const HostView<int32_t> counts(ref_counts);
+  const HostView<int64_t> numbers(counters);
+  const int64_t num_blocks = ring.size();
+  const int64_t head = numbers[kHead], free = numbers[kTail] - head;
+  if (head < 0 || free < 0 || free > num_blocks)
+    fail(counters.full_name(), "hold 0 <= head <= tail <= head + " + text(num_blocks),
+         text(head) + " and " + text(numbers[kTail]));
+  std::unordered_set<int64_t> seen;
+  for (int64_t i = 0; i < free; ++i) {
+    const int64_t place = (head + i) % num_blocks, block = ring[place];
+    ring.require_within(place, 0, num_blocks - 1, "index");
+    if (!seen.insert(block).second)
+      fail(free_ring.full_name(), "hold each free block once", text(block) + " again at index " + text(place));
+    if (counts[block] != 0)
+      fail(ref_counts.full_name(), "be 0 for the free blocks of free_ring",
+           text(counts[block]) + " for block " + text(block) + " at index " + text(place));
+  }
+}
+
 void check_counts(const Argument& block_table, const Argument& ref_counts) {
   const HostView<int32_t> table(block_table);
   const HostView<int32_t> counts(ref_counts);

@@ -56,6 +56,9 @@ void check_scale_values(const Argument& scale);
 // Of scales per slot [num_blocks, block_size, num_kv_heads] those of the slots that hold a token of a row.
 void check_slot_scales(const Argument& scale, const Argument& block_table, const Argument& seq_lens);
 
+// The allocator's queue of free blocks [num_blocks], from head to tail: blocks of the pool, once each, that nobody holds.
+void check_ring(const Argument& free_ring, const Argument& ref_counts, const Argument& counters);
+
 // The allocator's table [num_groups, num_seqs, max_blocks] whole, and that every block in it is counted.
 void check_counts(const Argument& block_table, const Argument& ref_counts);
 

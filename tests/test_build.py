@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import ninja_build_ext
@@ -92,10 +94,14 @@ def test_a_lone_nvcc_is_no_toolkit(machine: Path, monkeypatch: pytest.MonkeyPatc
         toolchain.find_cuda()
 
 
-def test_a_toolkit_is_used_unless_refused(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def install_cuda(machine: Path, number: int = 13000) -> None:
     write(machine / "bin/nvcc")
-    write(machine / "include/cuda_runtime_api.h")
-    assert toolchain.find_cuda() == toolchain.Cuda(machine, ("8.0", "9.0a", "10.0", "12.0+PTX"))
+    write(machine / "include/cuda_runtime_api.h", f"#define CUDART_VERSION  {number}\n")
+
+
+def test_a_toolkit_is_used_unless_refused(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_cuda(machine)
+    assert toolchain.find_cuda() == toolchain.Cuda(machine, (13, 0), ("8.0", "9.0a", "10.0", "12.0+PTX"))
     monkeypatch.setenv("PAGED_KV_CUDA", "0")
     assert toolchain.find_cuda() is None
     monkeypatch.setenv("PAGED_KV_CUDA", "yes")
@@ -103,9 +109,35 @@ def test_a_toolkit_is_used_unless_refused(machine: Path, monkeypatch: pytest.Mon
         toolchain.find_cuda()
 
 
+@pytest.mark.parametrize(
+    ("number", "version", "build_number", "archs"),
+    [
+        (12040, (12, 4), "12cu124", ("8.0+PTX", "9.0a")),
+        (12080, (12, 8), "12cu128", ("8.0", "9.0a", "10.0", "12.0+PTX")),
+        (13020, (13, 2), "13cu132", ("8.0", "9.0a", "10.0", "12.0+PTX")),
+    ],
+)
+def test_headers_name_the_version(
+    machine: Path, number: int, version: tuple[int, int], build_number: str, archs: tuple[str, ...]
+) -> None:
+    """An nvcc before 12.8 knows no Blackwell; wheels of one version differ in their build number."""
+    install_cuda(machine, number)
+    assert toolchain.find_cuda() == toolchain.Cuda(machine, version, archs)
+    assert ninja_build_ext.build_number() == build_number
+
+
+def test_a_wheel_without_cuda_has_no_build_number(machine: Path) -> None:
+    assert ninja_build_ext.build_number() is None
+
+
+def test_headers_of_a_distribution_stay_where_the_compiler_has_them() -> None:
+    """`-isystem /usr/include` hides the C headers from those of C++."""
+    assert toolchain.Cuda(Path("/usr"), (12, 4), ("9.0a",)).include_flags == []
+    assert toolchain.Cuda(Path("/opt/cuda"), (12, 4), ("9.0a",)).include_flags == ["-isystem", "/opt/cuda/include"]
+
+
 def test_architectures_are_those_asked_for(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(machine / "bin/nvcc")
-    write(machine / "include/cuda_runtime_api.h")
+    install_cuda(machine)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a+PTX")
     cuda = toolchain.find_cuda()
     assert cuda is not None
@@ -257,7 +289,12 @@ def test_wheel_holds_the_package_and_nothing_older(tmp_path: Path) -> None:
     package = ROOT / "torch_paged_kv"
     sources = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
     files = {name for name in names if ".dist-info/" not in name}
-    assert files == sources | {"torch_paged_kv/py.typed", "torch_paged_kv/_C_cpu.abi3.so"}
+    assert files == sources | {
+        *("torch_paged_kv/py.typed", "torch_paged_kv/build.json", "torch_paged_kv/_C_cpu.abi3.so")
+    }
+    facts = json.loads(zipfile.ZipFile(wheel).read("torch_paged_kv/build.json"))
+    assert (facts["cuda"], facts["archs"]) == (None, [])
+    assert f"{facts['torch']}." in version("torch")
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

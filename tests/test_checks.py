@@ -405,6 +405,10 @@ SPAN_DEBUG_CASES = [
     (to(cu_seqlens_q=int32(0, 1, 4)), "cu_seqlens_q must hold values in 0 .. 3, got 4 at index 2"),
     (to(max_seqlen_q=1), "max_seqlen_q must be at least the query length 2 of row 1, got 1"),
 ]
+ONE_TOKEN_DEBUG_CASE = (  # [num_seqs, num_heads, 1, head_size]: as many tokens as rows
+    to(query=torch.zeros(2, 4, 1, 8), cu_seqlens_q=int32(0, 1, 3)),
+    "cu_seqlens_q must hold values in 0 .. 2, got 3 at index 2",
+)
 NAN_SLOT = torch.ones(5, 4, 2)
 NAN_SLOT[2, 0, 1] = NAN  # position 4 of row 1
 NAN_SLOT[1, 3, 0] = -0.0
@@ -425,6 +429,14 @@ SLOT_SCALE_DEBUG_CASES = [
     ),
 ]
 STATE_DEBUG_CASES = [
+    (to(counters=int64(-1, 1, 0, 0)), "counters must hold 0 <= head <= tail <= head + 5, got -1 and 1"),
+    (to(counters=int64(0, 6, 0, 0)), "counters must hold 0 <= head <= tail <= head + 5, got 0 and 6"),
+    (to(free_ring=int32(3, 5, 0, 0, 0)), "free_ring must hold values in 0 .. 4, got 5 at index 1"),
+    (to(free_ring=int32(4, 4, 0, 0, 0)), "free_ring must hold each free block once, got 4 again at index 1"),
+    (
+        to(free_ring=int32(3, 2, 0, 0, 0)),
+        "ref_counts must be 0 for the free blocks of free_ring, got 1 for block 2 at index 1",
+    ),
     (
         to(block_table=int32([0, -1, -1], [1, 5, -1])),
         "block_table must hold blocks in -1 .. 4, got 5 at row 1, column 1",
@@ -441,11 +453,15 @@ DEBUG_CASES: dict[str, list[tuple[Change, str]]] = {
     "reshape_and_cache": [
         (to(slot_mapping=int64(0, 20, 1)), "slot_mapping must hold values in -1 .. 19, got 20 at token 1"),
         (to(slot_mapping=int64(0, -2, 1)), "slot_mapping must hold values in -1 .. 19, got -2 at token 1"),
+        (
+            to(key=torch.ones(2, 2, 1, 8), value=torch.ones(2, 2, 1, 6), slot_mapping=int64(0, 20)),
+            "slot_mapping must hold values in -1 .. 19, got 20 at token 1",
+        ),
         (to(slot_mapping=int64(7, -1, 7)), "slot_mapping must hold each slot once, got 7 again at token 2"),
         *SCALE_DEBUG_CASES,
     ],
-    "paged_attention": [*TABLE_DEBUG_CASES, *SPAN_DEBUG_CASES, *SLOT_SCALE_DEBUG_CASES],
-    "paged_attention_with_lse": [*TABLE_DEBUG_CASES, *SPAN_DEBUG_CASES, *SLOT_SCALE_DEBUG_CASES],
+    "paged_attention": [*TABLE_DEBUG_CASES, *SPAN_DEBUG_CASES, ONE_TOKEN_DEBUG_CASE, *SLOT_SCALE_DEBUG_CASES],
+    "paged_attention_with_lse": [*TABLE_DEBUG_CASES, *SPAN_DEBUG_CASES, ONE_TOKEN_DEBUG_CASE, *SLOT_SCALE_DEBUG_CASES],
     "copy_blocks": PAIR_DEBUG_CASES,
     "swap_blocks": [
         *PAIR_DEBUG_CASES,
@@ -455,7 +471,14 @@ DEBUG_CASES: dict[str, list[tuple[Change, str]]] = {
         ),
     ],
     "gather_blocks": [*TABLE_DEBUG_CASES, *SLOT_SCALE_DEBUG_CASES],
-    "find_shared_prefixes": [*TABLE_DEBUG_CASES[:2], SPAN_DEBUG_CASES[0]],
+    "find_shared_prefixes": [
+        *TABLE_DEBUG_CASES[:2],
+        SPAN_DEBUG_CASES[0],
+        (
+            to(block_table=int32([0, 9, 9], [-2, 2, 9])),
+            "block_table must hold blocks in -1 .. 2147483646, got -2 at row 1, column 0",
+        ),
+    ],
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import sys
+from typing import Any
 
 import torch
 
@@ -16,12 +18,14 @@ from torch_paged_kv import _library, commands, demo, quality
 def info(arguments: argparse.Namespace) -> int:
     """Print versions, and which backend serves which device and why."""
     lines = {
-        "torch_paged_kv": torch_paged_kv.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch_paged_kv": _built(_library.build_facts()),
+        "python": f"{platform.python_version()}, {platform.platform()}",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
         "transformers": _version("transformers"),
-        "cpu": f"kernels, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        "cpu": _cpu(_library.build_facts()),
         "cuda": _cuda(_library.find_library("_C_cuda") is not None),
+        "cuda library": _cuda_library(_library.build_facts()),
+        "variables": _variables(),
     }
     for name, value in lines.items():
         print(f"{name:<15} {value}")
@@ -35,15 +39,45 @@ def _version(package: str) -> str:
         return "not installed: PagedKVCache works on its own, generate() does not"
 
 
+def _built(facts: dict[str, Any]) -> str:
+    """Version and origin: what a commit and the torch at build time can tell about a fault."""
+    origin = [f"commit {facts['commit']}"] if facts.get("commit") else []
+    origin += [f"built with torch {facts['torch']}"] if "torch" in facts else []
+    return ", ".join([torch_paged_kv.__version__, *origin])
+
+
+def _cpu(facts: dict[str, Any]) -> str:
+    """What torch sees in the processor, and which instruction sets the kernels were built for."""
+    sets = ", ".join(["generic", *facts.get("instruction_sets", [])])
+    return f"kernels ({sets}), {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+def _cuda_library(facts: dict[str, Any]) -> str:
+    if not facts.get("cuda"):
+        return "none" if facts else "not known: the package was built before it wrote that down"
+    return f"CUDA {facts['cuda']}, for {', '.join(facts['archs'])}"
+
+
+def _variables() -> str:
+    """Variables of the environment that change what the package does."""
+    names = sorted(name for name in os.environ if name.startswith("PAGED_KV_"))
+    return ", ".join(f"{name}={os.environ[name]}" for name in names) or "none"
+
+
 def _cuda(built: bool) -> str:
     if not built:
         return "not built: no CUDA toolkit was found at build time"
     if torch.version.cuda is None:
         return "built, not loaded: this torch is a CPU build"
+    problem = _library.cuda_problem()
+    if problem is not None:
+        return f"built, not loaded: {problem}"
     if not torch.cuda.is_available():
         return f"built, not used: no device (torch for CUDA {torch.version.cuda})"
     major, minor = torch.cuda.get_device_capability()
-    return f"kernels, {torch.cuda.get_device_name()}, sm_{major}{minor}"
+    driver = _library.driver_version()
+    driven = f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
+    return f"kernels, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, sm_{major}{minor}, {driven}"
 
 
 def main(argv: list[str] | None = None) -> int:
