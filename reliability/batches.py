@@ -53,8 +53,8 @@ class Batches:
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self.random = random.Random(seed)
         self.device = torch.device(device)
-        size = {"num_blocks": NUM_BLOCKS} if seed % 2 == 0 else {}
-        first = PagedKVCache([None, WINDOW], block_size=BLOCK, **size)
+        num_blocks = NUM_BLOCKS if seed % 2 == 0 else None
+        first = PagedKVCache([None, WINDOW], block_size=BLOCK, num_blocks=num_blocks)
         self.store(first, torch.zeros(1, 1))
         first.reset()
         self.pool = first.pool
