@@ -95,12 +95,12 @@ def eager(model: Any, kind: str, rows: int, context: int) -> dict[str, Any]:
     return {"ms": steps_ms(model, token, cache, context, 30)}
 
 
-def generate(model: Any, kind: str, rows: int, **settings: Any) -> dict[str, Any]:
-    """Decode tokens a second of model.generate: the time of NEW tokens less that of the first one."""
-    ids = prompt(rows, PROMPT)
+def generate(model: Any, kind: str, rows: int, length: int = PROMPT, new: int = NEW, **settings: Any) -> dict[str, Any]:
+    """Decode tokens a second of model.generate: the time of `new` tokens less that of the first one."""
+    ids = prompt(rows, length)
     seconds = {}
-    for count in (NEW, 1, NEW):  # the first one warms up and compiles
-        cache = caches(model, rows * settings.get("num_beams", 1), PROMPT + NEW + 16)[kind]()
+    for count in (new, 1, new):  # the first one warms up and compiles
+        cache = caches(model, rows * settings.get("num_beams", 1), length + new + 16)[kind]()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
@@ -117,21 +117,46 @@ def generate(model: Any, kind: str, rows: int, **settings: Any) -> dict[str, Any
         )
         torch.cuda.synchronize()
         seconds[count] = time.perf_counter() - start
-    tokens = rows * (NEW - 1) / (seconds[NEW] - seconds[1])
+    tokens = rows * (new - 1) / (seconds[new] - seconds[1])
     peak = torch.cuda.max_memory_allocated() / 1e9
-    return {"tok/s": tokens, "ms/step": rows * 1e3 / tokens, "prefill s": seconds[1], "peak GB": peak}
+    held = bytes_held(cache) / 1e9
+    return {"tok/s": tokens, "ms/step": rows * 1e3 / tokens, "prefill s": seconds[1], "peak GB": peak, "KV GB": held}
+
+
+def activations(model: Any, rows: int) -> dict[str, Any]:
+    """Peak memory of the weights alone, and of a forward of the prompt that keeps no keys and values."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    weights = torch.cuda.memory_allocated() / 1e9
+    model(prompt(rows, PROMPT), use_cache=False, logits_to_keep=1)
+    return {"weights GB": weights, "peak GB": torch.cuda.max_memory_allocated() / 1e9}
+
+
+def bytes_held(cache: Any) -> int:
+    """Bytes of keys and values that a cache keeps for its tokens."""
+    if isinstance(cache, PagedKVCache):
+        return int(cache.stats()["bytes_held"])
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def measurements(model: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     for rows in (1, 32):
         for kind in ("static", "paged sized"):
             yield f"compiled {kind} batch {rows} context 2048", lambda k=kind, r=rows: compiled(model, k, r, 2048, 2304)
-    yield "compiled paged sized batch 1 capacity 32k", lambda: compiled(model, "paged sized", 1, 2048, 32768)
+    for capacity in (4096, 32768):
+        yield (
+            f"compiled paged sized batch 1 capacity {capacity}",
+            lambda c=capacity: compiled(model, "paged sized", 1, 2048, c),
+        )
+    yield "forward without a cache, batch 32", lambda: activations(model, 32)
     for rows in (1, 32):
-        for kind in ("dynamic", "paged", "paged sized"):
+        for kind in ("dynamic", "paged", "paged sized"):  # a sized cache makes generate compile its steps
             yield f"generate {kind} batch {rows}", lambda k=kind, r=rows: generate(model, k, r)
-    for kind in ("dynamic", "paged"):
-        yield f"generate {kind} 8 beams", lambda k=kind: generate(model, k, 1, num_beams=8)
+    for kind in ("dynamic", "paged", "paged sized"):
+        yield (
+            f"generate {kind} 8 beams of 8192",
+            lambda k=kind: generate(model, k, 1, length=8192, new=33, num_beams=8),
+        )
 
 
 def main() -> None:

@@ -21,12 +21,14 @@ class Pool:
     value_cache: Tensor
 
     @staticmethod
-    def random(num_bytes: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> Pool:
+    def random(
+        num_bytes: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, device: str = "cuda"
+    ) -> Pool:
         row = num_kv_heads * block_size * 2 * head_size
         num_blocks = num_bytes // (row * dtype.itemsize)
-        storage = torch.empty(num_blocks, num_kv_heads, block_size * 2 * head_size, dtype=dtype, device="cuda")
+        storage = torch.empty(num_blocks, num_kv_heads, block_size * 2 * head_size, dtype=dtype, device=device)
         for part in storage.split(max(1, (1 << 30) // row)):
-            part.copy_(torch.randn(part.shape, dtype=torch.float16, device="cuda"))
+            part.copy_(torch.randn(part.shape, dtype=torch.float16, device=device))
         keys, values = storage.split(block_size * head_size, dim=-1)
         views = [x.unflatten(-1, (block_size, head_size)).transpose(1, 2) for x in (keys, values)]
         return Pool(storage, *views)

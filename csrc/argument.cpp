@@ -188,6 +188,11 @@ void require_shape(const Argument& argument, std::initializer_list<Dim> dims) {
   if (!has_shape(argument, dims)) fail(argument.full_name(), "have shape " + text(dims), argument.shape());
 }
 
+void require_token_rows(const Argument& argument, Dim num_tokens, Dim heads, Dim size) {
+  if (argument.dim != 4) return require_shape(argument, {num_tokens, heads, size});
+  require_shape(argument, {{"num_seqs", num_tokens.size}, heads, {"", 1}, size});
+}
+
 void require_dim_within(const Argument& argument, const char* dim_name, int64_t value, int64_t least, int64_t most) {
   if (value < least || value > most)
     fail(argument.full_name(), std::string("have ") + dim_name + " in " + text(least) + " .. " + text(most),

@@ -89,6 +89,10 @@ void require_contiguous(const Argument& argument);
 void require_last_dim_contiguous(const Argument& argument);
 void require_no_overlap(const Argument& argument);  // of a tensor that is written: no two indices name one element
 
+// Rows of tokens: [num_tokens, heads, size], or, one token of each sequence as models have them, [num_seqs, heads, 1,
+// size]. Either way a token is one step of dimension 0, a head one of dimension 1.
+void require_token_rows(const Argument& argument, Dim num_tokens, Dim heads, Dim size);
+
 // An index or per-head vector: one dimension, contiguous, on the device of the call.
 void require_vector(const Argument& argument, const Device& device, Dim dim);
 

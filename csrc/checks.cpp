@@ -323,11 +323,11 @@ ReshapeAndCacheParams check_reshape_and_cache(const Tensor& key, const Tensor& v
   const PoolShape pool = check_caches(k_cache, v_cache, device);
   require_no_overlap(k_cache);
   require_no_overlap(v_cache);
-  require_shape(keys, {{"num_tokens"}, {"num_kv_heads", pool.num_kv_heads}, {"head_size", k_cache.sizes[3]}});
+  const Dim heads = {"num_kv_heads", pool.num_kv_heads};
+  require_token_rows(keys, {"num_tokens"}, heads, {"head_size", k_cache.sizes[3]});
   const int64_t num_tokens = keys.sizes[0];
   require_device(values, device);
-  require_shape(values,
-                {{"num_tokens", num_tokens}, {"num_kv_heads", pool.num_kv_heads}, {"head_size_v", v_cache.sizes[3]}});
+  require_token_rows(values, {"num_tokens", num_tokens}, heads, {"head_size_v", v_cache.sizes[3]});
   const DType dtype = require_float_dtype(keys);
   require_dtype(values, keys.dtype);
   require_last_dim_contiguous(keys);
@@ -378,7 +378,7 @@ AttentionParams check_paged_attention(const Tensor& query, const Tensor& key_cac
   const Device& device = queries.device;
 
   const PoolShape pool = check_caches(k_cache, v_cache, device);
-  require_shape(queries, {{"num_tokens"}, {"num_heads"}, {"head_size", k_cache.sizes[3]}});
+  require_token_rows(queries, {"num_tokens"}, {"num_heads"}, {"head_size", k_cache.sizes[3]});
   const DType dtype = require_float_dtype(queries);
   require_last_dim_contiguous(queries);
   const int64_t num_tokens = queries.sizes[0], num_heads = queries.sizes[1];
@@ -464,6 +464,34 @@ MergeParams check_merge_attention_states(const Tensor& out_a, const Tensor& lse_
   params.num_tokens = num_tokens;
   params.num_heads = num_heads;
   params.head_size = head_size;
+  return params;
+}
+
+SharedPrefixParams check_find_shared_prefixes(const Tensor& block_table, const Tensor& seq_lens,
+                                              const Tensor& cu_seqlens_q, int64_t block_size, int64_t min_saved) {
+  const Argument table("block_table", block_table);
+  const Argument lengths("seq_lens", seq_lens);
+  const Argument spans("cu_seqlens_q", cu_seqlens_q);
+  check_table_shape(table, lengths, table.device);
+  require_int32(spans);
+  require_vector(spans, table.device, {"num_seqs + 1", table.sizes[0] + 1});
+  require_within("block_size", block_size, 1, kMaxInt32);
+  require_at_least("min_saved", min_saved, 1);
+  require_dim_within(table, "num_seqs * max_blocks", table.numel(), 0, kMaxInt32);
+  if (debug_mode()) {
+    check_spans(spans, table.sizes[0], kMaxInt32);
+    check_lengths(lengths, table.sizes[1] * block_size);
+  }
+  SharedPrefixParams params{};
+  params.block_table = table.as<int32_t>();
+  params.block_table_stride = table.strides[0];
+  params.seq_lens = lengths.as<int32_t>();
+  params.cu_seqlens_q = spans.as<int32_t>();
+  params.num_seqs = table.sizes[0];
+  params.max_blocks = table.sizes[1];
+  params.block_size = block_size;
+  const int64_t min_blocks = min_saved / block_size + (min_saved % block_size != 0);
+  params.min_saved_blocks = static_cast<int32_t>(std::min(min_blocks, kMaxInt32));
   return params;
 }
 

@@ -42,6 +42,9 @@ AttentionParams check_paged_attention(const Tensor& query, const Tensor& key_cac
 MergeParams check_merge_attention_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                          const Tensor& lse_b, const OptionalTensor& sinks);
 
+SharedPrefixParams check_find_shared_prefixes(const Tensor& block_table, const Tensor& seq_lens,
+                                              const Tensor& cu_seqlens_q, int64_t block_size, int64_t min_saved);
+
 // The params of copy_blocks and swap_blocks point into `lanes`.
 CopyBlocksParams check_copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
                                    const Tensor& block_mapping, std::vector<CopyLane>& lanes);

@@ -64,26 +64,56 @@ Result launch(Result (*kernel)(const Params&), const Params& params, const Tenso
 }
 
 #ifdef PAGED_KV_CUDA
-template <class Params>
-void launch(void (*kernel)(const Params&, cudaStream_t), const Params& params, const Tensor& on) {
+// Calls function(stream): the current stream of the device of `on`, which is the current device meanwhile.
+template <class Function>
+void on_current_stream(const Tensor& on, Function&& function) {
   int32_t device_index = 0;
   check(aoti_torch_get_device_index(on.get(), &device_index), "reading a device index");
   const torch::stable::accelerator::DeviceGuard guard(device_index);
   void* stream = nullptr;
   check(aoti_torch_get_current_cuda_stream(device_index, &stream), "reading the current CUDA stream");
-  kernel(params, static_cast<cudaStream_t>(stream));
+  function(static_cast<cudaStream_t>(stream));
+}
+
+template <class Params>
+void launch(void (*kernel)(const Params&, cudaStream_t), const Params& params, const Tensor& on) {
+  on_current_stream(on, [&](cudaStream_t stream) { kernel(params, stream); });
 }
 
 void launch_allocate(const AllocateParams& params, const Tensor& on) { launch(backend::allocate, params, on); }
 
-// The scratch memory comes from the caching allocator: captured in a graph, it belongs to the graph.
-void launch_attention(AttentionParams params, const Tensor& on) {
-  int32_t device_index = 0;
-  check(aoti_torch_get_device_index(on.get(), &device_index), "reading a device index");
-  const torch::stable::accelerator::DeviceGuard guard(device_index);
-  const Tensor workspace = new_tensor({backend::paged_attention_workspace(params)}, aoti_torch_dtype_uint8(), on);
+// Memory of the caching allocator for the current stream, without a tensor around it. It may go back as soon as all is
+// launched, since the allocator gives it to later work of the stream only; captured in a graph, it belongs to the graph.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() {
+    if (data_ != nullptr) aoti_torch_cuda_caching_allocator_raw_delete(data_);
+  }
+
+  void* allocate(int64_t bytes) {
+    check(aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data_),
+          "allocating scratch memory");
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+};
+
+void launch_attention(const AttentionParams& params, const Tensor& on) {
+  on_current_stream(on, [&](cudaStream_t stream) {
+    Scratch scratch;
+    backend::paged_attention(params, [&](int64_t bytes) { return scratch.allocate(bytes); }, stream);
+  });
+}
+
+void launch_find_shared_prefixes(SharedPrefixParams params, const Tensor& on) {
+  const Tensor workspace = new_tensor({backend::shared_prefixes_workspace(params)}, aoti_torch_dtype_uint8(), on);
   params.workspace = workspace.mutable_data_ptr();
-  launch(backend::paged_attention, params, on);
+  launch(backend::find_shared_prefixes, params, on);
 }
 #else
 void launch_allocate(const AllocateParams& params, const Tensor& on) {
@@ -95,6 +125,10 @@ void launch_allocate(const AllocateParams& params, const Tensor& on) {
 }
 
 void launch_attention(const AttentionParams& params, const Tensor& on) { launch(backend::paged_attention, params, on); }
+
+void launch_find_shared_prefixes(const SharedPrefixParams& params, const Tensor& on) {
+  launch(backend::find_shared_prefixes, params, on);
+}
 #endif
 
 std::tuple<Tensor, Tensor> allocate(const Tensor& block_table, const Tensor& seq_lens, const Tensor& free_ring,
@@ -136,8 +170,10 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key
 
 // `lse` null: the caller does not want it.
 Tensor attend(AttentionParams params, const Tensor& query, const Tensor* lse) {
-  Tensor out = new_tensor({params.num_tokens, params.num_heads, params.value_cache.head_size},
-                          dtype_code(params.query_dtype), query);
+  const int64_t num_tokens = params.num_tokens, num_heads = params.num_heads, size = params.value_cache.head_size;
+  const int32_t dtype = dtype_code(params.query_dtype);
+  Tensor out = query.dim() == 4 ? new_tensor({num_tokens, 1, num_heads, size}, dtype, query)
+                                : new_tensor({num_tokens, num_heads, size}, dtype, query);
   params.out = out.mutable_data_ptr();
   if (lse != nullptr) params.lse = static_cast<float*>(lse->mutable_data_ptr());
   launch_attention(params, query);
@@ -181,6 +217,23 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& out_a, const Ten
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
   launch(backend::merge_attention_states, params, out_a);
   return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_shared_prefixes(const Tensor& block_table, const Tensor& seq_lens,
+                                                                const Tensor& cu_seqlens_q, int64_t block_size,
+                                                                int64_t min_saved) {
+  SharedPrefixParams params = check_find_shared_prefixes(block_table, seq_lens, cu_seqlens_q, block_size, min_saved);
+  const auto output = [&](std::initializer_list<int64_t> sizes, int32_t*& data) {
+    Tensor tensor = new_tensor(sizes, aoti_torch_dtype_int32(), block_table);
+    data = static_cast<int32_t*>(tensor.mutable_data_ptr());
+    return tensor;
+  };
+  Tensor prefix_lens = output({params.num_seqs}, params.prefix_lens);
+  Tensor prefix_cu_seqlens_q = output({params.num_seqs + 1}, params.prefix_cu_seqlens_q);
+  Tensor suffix_table = output({params.num_seqs, params.max_blocks}, params.suffix_table);
+  Tensor suffix_lens = output({params.num_seqs}, params.suffix_lens);
+  launch_find_shared_prefixes(params, block_table);
+  return {prefix_lens, prefix_cu_seqlens_q, suffix_table, suffix_lens};
 }
 
 void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
@@ -233,6 +286,7 @@ STABLE_TORCH_LIBRARY_IMPL(paged_kv, PAGED_KV_DISPATCH_KEY, library) {
   library.impl("paged_attention", TORCH_BOX(&paged_kv::paged_attention));
   library.impl("paged_attention_with_lse", TORCH_BOX(&paged_kv::paged_attention_with_lse));
   library.impl("merge_attention_states", TORCH_BOX(&paged_kv::merge_attention_states));
+  library.impl("find_shared_prefixes", TORCH_BOX(&paged_kv::find_shared_prefixes));
   library.impl("copy_blocks", TORCH_BOX(&paged_kv::copy_blocks));
   library.impl("swap_blocks", TORCH_BOX(&paged_kv::swap_blocks));
   library.impl("gather_blocks", TORCH_BOX(&paged_kv::gather_blocks));

@@ -37,6 +37,9 @@ inline constexpr OpSchema kOps[] = {
     {"merge_attention_states",
      "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor? sinks=None) "
      "-> (Tensor out, Tensor lse)"},
+    {"find_shared_prefixes",
+     "find_shared_prefixes(Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt block_size, "
+     "SymInt min_saved) -> (Tensor prefix_lens, Tensor prefix_cu_seqlens_q, Tensor suffix_table, Tensor suffix_lens)"},
     {"copy_blocks", "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()"},
     {"swap_blocks", "swap_blocks(Tensor[] source_caches, Tensor(a!)[] destination_caches, Tensor block_mapping) -> ()"},
     {"gather_blocks",

@@ -62,7 +62,7 @@ struct AttentionParams {
   const float* sinks;            // [num_heads] or null: one logit more in the softmax, with no value
   Mask mask;
   bool deterministic;
-  void* workspace;  // CUDA: scratch of paged_attention_workspace(params) bytes, 256-byte aligned; CPU: null
+  void* workspace;  // CUDA: scratch memory, which paged_attention itself asks for; CPU: null
 };
 
 struct ReshapeAndCacheParams {
@@ -115,6 +115,20 @@ struct MergeParams {  // all contiguous
   float* lse;
   DType dtype;
   int64_t num_tokens, num_heads, head_size;
+};
+
+struct SharedPrefixParams {
+  const int32_t* block_table;  // [num_seqs, max_blocks], last dim contiguous
+  int64_t block_table_stride;
+  const int32_t* seq_lens;  // [num_seqs]
+  const int32_t* cu_seqlens_q;  // [num_seqs + 1]
+  int64_t num_seqs, max_blocks, block_size;  // num_seqs * max_blocks < 2^31
+  int32_t min_saved_blocks;  // reads of a block that a run must save, at least 1
+  int32_t* prefix_lens;  // [num_seqs] out
+  int32_t* prefix_cu_seqlens_q;  // [num_seqs + 1] out
+  int32_t* suffix_table;  // [num_seqs, max_blocks] out, contiguous
+  int32_t* suffix_lens;  // [num_seqs] out
+  void* workspace;  // CUDA: scratch of shared_prefixes_workspace(params) bytes; CPU: null
 };
 
 // Allocator state. Ring positions only grow; position p lives at free_ring[p % num_blocks].

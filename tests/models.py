@@ -186,10 +186,10 @@ def draft_of(model: Any) -> Any:
 
 
 @functools.cache
-def real(name: str) -> tuple[Any, Any]:
+def real(name: str, device: str = "cpu") -> tuple[Any, Any]:
     """(model, tokenizer) of a packaged real model in float32."""
     folder = _models.resolve(name)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
 

@@ -186,6 +186,8 @@ class AttentionCase:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "options")
 
     def run(self, function: Callable[..., Any] = ops.paged_attention, **changes: Any) -> Any:
+        # Freed at once, this is the memory that the op gets for its result: what it leaves unwritten is NaN.
+        self.query.new_full((*self.query.shape[:2], self.value_cache.shape[-1]), float("nan"))
         return function(*self.tensors(), **(self.options | changes))
 
     def in_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ import sys, torch_paged_kv
 sys.exit(not torch_paged_kv.__file__.startswith('$SANITIZED') and f'the tests would use {torch_paged_kv.__file__}')"
 
 [ $# -gt 0 ] ||
-    set -- test_paged_attention.py test_reshape_and_cache.py test_merge.py test_block_ops.py test_allocator.py
+    set -- test_paged_attention.py test_reshape_and_cache.py test_merge.py test_block_ops.py test_allocator.py \
+        test_shared_prefixes.py
 for capability in $(sanitized -c "import test_paged_attention; print(*test_paged_attention.AVAILABLE)"); do
     echo "== $capability"
     if [ "$1" = -m ]; then

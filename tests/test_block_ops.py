@@ -103,6 +103,15 @@ def test_copy_blocks_of_pools_of_different_size(device: torch.device) -> None:
     assert block_numbers(large) == [0, 1, 0, 3, 4, 1]
 
 
+def test_a_cycle_through_blocks_that_one_pool_lacks(device: torch.device) -> None:
+    """There it is no cycle: the pairs that are left copy what was there before."""
+    small, large = torch.arange(3.0, device=device)[:, None].clone(), torch.arange(6.0, device=device)[:, None].clone()
+    mapping = pairs((10**4, 5), (1, 10**4), (0, 1), (1, 4), (4, 0), (5, 10**4), (2, 2), device=device)
+    ops.copy_blocks([small, large], [], mapping)
+    assert small.flatten().tolist() == [0, 0, 2]
+    assert large.flatten().tolist() == [4, 0, 2, 3, 1, 5]
+
+
 def test_copy_blocks_without_caches(device: torch.device) -> None:
     ops.copy_blocks([], [], pairs((0, 1), device=device))
 
@@ -123,6 +132,8 @@ def test_swap_blocks_between_pools_of_different_size(device: torch.device) -> No
     source, destination = numbered(torch.zeros(9, 4, 2, device=device)), torch.full((3, 4, 2), -1.0, device=device)
     ops.swap_blocks([source], [destination], pairs((8, 0), (7, 2), (9, 1), (1, 3), device=device))
     assert block_numbers(destination) == [8, -1, 7]
+    ops.swap_blocks([source], [destination], pairs((1, 1), (2, 2), device=device))  # the same number, other blocks
+    assert block_numbers(destination) == [8, 1, 2]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -81,12 +81,13 @@ def good(op: str) -> Arguments:
         "copy_blocks": {"key_caches": [torch.zeros(5, 4, 2, 8)], "value_caches": [torch.zeros(5, 4, 2, 6)], **pairs},
         "swap_blocks": {"source_caches": [torch.ones(5, 4)], "destination_caches": [torch.zeros(7, 4)], **pairs},
         "gather_blocks": {**caches(), **table, "max_len": 5},
+        "find_shared_prefixes": {**table, "cu_seqlens_q": int32(0, 1, 3), "block_size": 4, "min_saved": 1},
     }[op]
 
 
 OPS = [
     *("allocate", "free", "fork", "reshape_and_cache", "paged_attention", "paged_attention_with_lse"),
-    *("merge_attention_states", "copy_blocks", "swap_blocks", "gather_blocks"),
+    *("merge_attention_states", "copy_blocks", "swap_blocks", "gather_blocks", "find_shared_prefixes"),
 ]
 
 
@@ -365,6 +366,21 @@ CASES: dict[str, list[tuple[Change, str]]] = {
         (to(dtype=torch.int8), f"dtype must be {FLOATS}, got int8"),
         (to(dtype=torch.float8_e4m3fn), f"dtype must be {FLOATS}, got float8_e4m3fn"),
     ],
+    "find_shared_prefixes": [
+        *TABLE_CASES,
+        (dtype("cu_seqlens_q", torch.int64), "cu_seqlens_q must have dtype int32, got int64"),
+        (to(cu_seqlens_q=int32(0, 3)), "cu_seqlens_q must have shape [num_seqs + 1=3], got [2]"),
+        (to(block_size=0), "block_size must be in 1 .. 2147483647, got 0"),
+        (to(min_saved=0), "min_saved must be >= 1, got 0"),
+        (
+            to(
+                block_table=torch.zeros(1, 1 << 20, dtype=torch.int32).expand(4096, -1),
+                seq_lens=torch.zeros(4096, dtype=torch.int32),
+                cu_seqlens_q=torch.zeros(4097, dtype=torch.int32),
+            ),
+            "block_table must have num_seqs * max_blocks in 0 .. 2147483647, got 4294967296",
+        ),
+    ],
 }
 
 # Rules about the contents of index tensors, checked with PAGED_KV_DEBUG=1 alone.
@@ -439,6 +455,7 @@ DEBUG_CASES: dict[str, list[tuple[Change, str]]] = {
         ),
     ],
     "gather_blocks": [*TABLE_DEBUG_CASES, *SLOT_SCALE_DEBUG_CASES],
+    "find_shared_prefixes": [*TABLE_DEBUG_CASES[:2], SPAN_DEBUG_CASES[0]],
 }
 
 

@@ -118,6 +118,16 @@ def test_a_shared_prefix_and_several_sequences_per_prompt() -> None:
 
 
 @needs_tested_release
+def test_windows_have_no_block_tables_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Transformers would look for a package of flash attention that has the name of our implementation."""
+    model, asked = tiny("gemma3"), options(max_blocks_per_request=8)
+    model.set_attn_implementation(continuous_batching.register_continuous_batching())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    continuous_batching._module("initialization").ensure_decode_fast_path_is_available(model.config, asked, False)
+    assert asked.max_blocks_per_request == 0
+
+
+@needs_tested_release
 def test_ordinary_forwards_of_other_models_are_bit_equal() -> None:
     model = tiny("gemma3")
     tokens = torch.tensor([prompts()[-1]])

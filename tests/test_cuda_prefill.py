@@ -13,11 +13,6 @@ from torch_paged_kv import ops
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_KV_PREFILL", "1")
-
-
 RAGGED = ([300, 77, 512, 1, 90], [300, 1000, 513, 700, 90])  # spans, lengths: with and without a prior, a decode, tails
 
 
@@ -69,10 +64,18 @@ def test_long(head_size: int) -> None:
     ).check()
 
 
+@pytest.mark.parametrize("decodes", [8, 64, 300])
+def test_beside_many_decodes(decodes: int) -> None:
+    """Some thread blocks make room for the decodes, the fewer are left the more keys those read; all work gets done."""
+    attention_case(
+        [1000, *[1] * decodes, 90], [1000, *[1500] * decodes, 900], num_heads=8, dtype=torch.bfloat16, device="cuda"
+    ).check()
+
+
 @pytest.mark.parametrize("lens", [[150, 131], [0, 131], [200, 0]])
 def test_spans_longer_than_the_sequence(lens: list[int]) -> None:
     """Left-padded rows: queries before position 0 see nothing."""
-    case = attention_case([200, 131], lens, num_heads=8, head_size=128, dtype=torch.bfloat16, device="cuda")
+    case = attention_case([200, 131], lens, num_heads=16, head_size=128, dtype=torch.bfloat16, device="cuda")
     out, lse = case.check()
     pads = 200 - lens[0]
     assert not out[:pads].any()
@@ -87,7 +90,13 @@ def test_what_nobody_sees_does_not_matter(head_size: int, window: int) -> None:
     for poison in (float("nan"), 0.0):
         torch.manual_seed(3)
         case = attention_case(
-            [250, 90], [333, 1001], num_heads=8, head_size=head_size, dtype=torch.bfloat16, device="cuda", poison=poison
+            [250, 90],
+            [333, 1001],
+            num_heads=16,
+            head_size=head_size,
+            dtype=torch.bfloat16,
+            device="cuda",
+            poison=poison,
         )
         case.options["window_left"] = window
         if window >= 0:  # as a sliding layer's pool gives them back
@@ -105,7 +114,7 @@ def test_what_nobody_sees_does_not_matter(head_size: int, window: int) -> None:
 
 @pytest.mark.parametrize("num_seqs", [1, 2])
 def test_tokens_outside_every_span(num_seqs: int) -> None:
-    case = attention_case([100] * num_seqs, [300] * num_seqs, num_heads=8, dtype=torch.bfloat16, device="cuda")
+    case = attention_case([200] * num_seqs, [300] * num_seqs, num_heads=32, dtype=torch.bfloat16, device="cuda")
     inside = case.run()
     pad = torch.randn(7, *case.query.shape[1:], device="cuda", dtype=torch.bfloat16)
     case.query = torch.cat([pad, case.query, pad])
@@ -164,7 +173,7 @@ def test_replay_with_other_lengths(head_size: int) -> None:
 def test_calls_one_after_the_other() -> None:
     """Launches overlap with their neighbours: many calls in a row, of other batches, must not disturb each other."""
     cases = [
-        attention_case(q_lens, lens, num_heads=8, head_size=128, dtype=torch.bfloat16, device="cuda")
+        attention_case(q_lens, lens, num_heads=32, head_size=128, dtype=torch.bfloat16, device="cuda")
         for q_lens, lens in [([400], [400]), ([1, 200, 1], [900, 200, 50]), ([17, 30], [800, 30]), ([1, 1], [700, 20])]
     ]
     expected = [case.run() for case in cases]

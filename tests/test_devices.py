@@ -53,7 +53,10 @@ def spread(family: str, first: str, second: str, by_accelerate: bool = False) ->
     names |= {"model.norm": second}
     if by_accelerate:
         accelerate = pytest.importorskip("accelerate")
-        return accelerate.dispatch_model(model, device_map=names, main_device=first, force_hooks=True)
+        skip_keys = model._skip_keys_device_placement  # as from_pretrained(device_map=...) has it: a cache is not moved
+        return accelerate.dispatch_model(
+            model, device_map=names, main_device=first, skip_keys=skip_keys, force_hooks=True
+        )
     for name, device in names.items():
         follow(model.get_submodule(name), device)
     return model

@@ -75,6 +75,7 @@ def reshape_and_cache(device: torch.device) -> list[Inputs]:
     scales = [torch.ones(3, 4, 2, device=device) for _ in range(2)]
     inputs.append(((key, value, *caches, slots, *scales), {}))
     inputs.append(((key, value, *caches, slots), {"value_scale": torch.ones(2, device=device)}))
+    inputs.append(((key[:, :, None], value[:, :, None], *caches, slots, *scales), {}))
     return inputs
 
 
@@ -90,7 +91,9 @@ def paged_attention(device: torch.device) -> list[Inputs]:
             mask=torch.ones(3, 1, 4, dtype=torch.bool, device=device),
         ),
     ]  # fmt: skip
-    return [(case.tensors(), case.options) for case in cases]
+    inputs: list[Inputs] = [(case.tensors(), case.options) for case in cases]
+    query, *rest = cases[0].tensors()
+    return [*inputs, ((query[:, :, None], *rest), cases[0].options)]
 
 
 def merge_attention_states(device: torch.device) -> list[Inputs]:
@@ -100,6 +103,18 @@ def merge_attention_states(device: torch.device) -> list[Inputs]:
         inputs.append(((out, lse, out.clone(), lse.clone()), {}))
         inputs.append(((out, lse, out.clone(), lse.clone()), {"sinks": torch.zeros(4, device=device)}))
     return inputs
+
+
+def find_shared_prefixes(device: torch.device) -> list[Inputs]:
+    shared = torch.arange(24, dtype=torch.int32, device=device).reshape(3, 8)
+    shared[1:, :3] = shared[0, :3]
+    spans, nothing = int32([0, 1, 2, 3], device), int32([], device)
+    return [
+        ((shared, int32([30, 20, 13], device), spans, 4, 1), {}),
+        ((shared[:, :4], int32([16, 20, 3], device), spans, 4, 1000), {}),
+        ((shared[:0], nothing, int32([0], device), 16, 1), {}),
+        ((shared[:, :0], int32([0, 0, 0], device), spans, 16, 1), {}),
+    ]
 
 
 def copy_blocks(device: torch.device) -> list[Inputs]:
@@ -140,6 +155,7 @@ INPUTS = {
     "paged_attention": paged_attention,
     "paged_attention_with_lse": paged_attention,
     "merge_attention_states": merge_attention_states,
+    "find_shared_prefixes": find_shared_prefixes,
     "copy_blocks": copy_blocks,
     "swap_blocks": swap_blocks,
     "gather_blocks": gather_blocks,

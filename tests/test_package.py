@@ -72,6 +72,7 @@ LAYERS = [
     ["_library", "errors", "huge_pages"],
     ["reference"],
     ["ops"],
+    ["shared_prefix"],
     ["pool", "layout", "lengths", "scales", "step"],
     ["storage", "sizing"],
     ["cache"],

@@ -143,7 +143,7 @@ def test_block_size_and_layout_are_part_of_a_digest() -> None:
     assert len(set(digests)) == 4
 
 
-@pytest.mark.parametrize("value", [1.5, True, object(), [1.5], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("value", [1.5, True, ..., [1.5], {"a": 1}], ids=repr)
 def test_labels_of_other_types_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="a label must be str, bytes, int or None, got"):
         PrefixCache(tenant=value)

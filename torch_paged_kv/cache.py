@@ -22,6 +22,7 @@ from .layout import LayerKind, LayerPlace, LayerShape, LayerTensors, cache_views
 from .lengths import Lengths, is_right_aligned, right_align
 from .pool import blocks_for
 from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, layer_block_bytes, scale_views
+from .shared_prefix import MAX_QUERIES, MIN_SAVED, SharedPrefixes, shared_prefix_attention
 from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
@@ -46,6 +47,9 @@ class PagedKVCache(nn.Module):
         scales: of an 8-bit cache. "per_slot": made for every slot and head as it is stored; :class:`StaticScales`:
             fixed ones; None: stored as it is, saturated (float8 alone). "auto" is "per_slot" for 8-bit dtypes.
         pool: the pool of another cache of the same model, to share its blocks.
+        share_prefix_reads: read blocks that rows next to each other begin with once for all of them, in steps of a few
+            positions. Results differ by rounding. It pays where long beginnings are shared (beams, samples of one
+            prompt, prompts of a prefix cache); where nothing is, a step in a compiled graph is a little slower.
 
     Keys and values come as ``[num_seqs, num_kv_heads, length, head_size]``, queries as ``[num_seqs, num_heads, length,
     head_size]``. The ops are for inference: tensors that require grad are refused.
@@ -66,6 +70,7 @@ class PagedKVCache(nn.Module):
         dtype: torch.dtype | None = None,
         scales: Scales = "auto",
         pool: KVPool | None = None,
+        share_prefix_reads: bool = False,
     ) -> None:
         super().__init__()
         sizes = {"num_blocks": num_blocks, "num_tokens": num_tokens, "bytes": bytes, "fraction": fraction}
@@ -73,6 +78,7 @@ class PagedKVCache(nn.Module):
         _check_arguments(self._size, block_size, dtype, scales, windows, pool)
         self.block_size = block_size if pool is None else pool.block_size
         self.dtype, self.scales = _kind(dtype, scales, pool)
+        self.share_prefix_reads = share_prefix_reads
         self._layer_scales = None if self.scales is None else LayerScales(self.scales)
         self._gathered_dtype: torch.dtype | None = None  # of an 8-bit cache: that of the first key
         self._pool = pool
@@ -93,9 +99,10 @@ class PagedKVCache(nn.Module):
     @property
     def pool(self) -> KVPool:
         """The pool of blocks. It comes to be with the first write, which tells its device."""
-        if self._pool is None:
+        pool = self._pool
+        if pool is None:
             raise RuntimeError("the cache has no pool before its first write; share one with pool= to have it earlier")
-        return self._pool
+        return pool
 
     @property
     def has_pool(self) -> bool:
@@ -119,7 +126,8 @@ class PagedKVCache(nn.Module):
     @property
     def is_sized(self) -> bool:
         """Whether the pool has a given size, so that steps may run inside a compiled graph."""
-        return bool(self._size) if self._pool is None else not self._pool.growable
+        pool = self._pool
+        return bool(self._size) if pool is None else not pool.growable
 
     def stats(self) -> dict[str, int | float]:
         """Exact numbers of what is held.
@@ -153,7 +161,8 @@ class PagedKVCache(nn.Module):
         """Slots of the mapped blocks of this cache's tables, and how many of them hold a token."""
         if self._rows is None:
             return 0, 0
-        mapped = (self._rows.block_table >= 0).sum(2)  # [num_groups, num_seqs]
+        columns = self._columns(self._mirror())
+        mapped = (self._rows.block_table[:, :, :columns] >= 0).sum(2)  # [num_groups, num_seqs]
         released = (-(-self._rows.seq_lens // self.block_size) - mapped) * self.block_size
         return int(mapped.sum()) * self.block_size, int((self._rows.seq_lens - released).sum())
 
@@ -254,7 +263,8 @@ class PagedKVCache(nn.Module):
         begun = step
         if self._spread:
             step = begun.on(key.device)
-        key, value = _packed(key, step), _packed(value, step)
+        if length > 1:  # the ops take one token of each row as it is
+            key, value = _packed(key, step), _packed(value, step)
         slots = step.slot_mapping[self._places[layer].group]
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         begun.written = step.written = layer
@@ -295,10 +305,15 @@ class PagedKVCache(nn.Module):
         Returns:
             ``[num_seqs, length, num_heads, head_size_v]`` in the query's dtype; a query that sees no key gives 0.
         """
+        if self.share_prefix_reads and causal and window is None and mask is None and alibi_slopes is None:
+            shared = self._shared_prefixes(step, self._places[layer].group)
+            if shared is not None:
+                return self._attend_together(step, layer, query, shared, scale, softcap, sinks)
         tensors = step.tensors if layer == step.written else None
         key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
+        one_token = step.length == 1
         out = ops.paged_attention(
-            _packed(query, step),
+            query if one_token else _packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -315,15 +330,55 @@ class PagedKVCache(nn.Module):
             value_scale=value_scale,
             mask=None if mask is None else self._packed_mask(mask, step),
         )
-        if step.length == 1 and step.num_new is None:
-            return out.unsqueeze(1)
-        out = out.view(step.num_seqs, step.length, *out.shape[1:])
+        if one_token and step.num_new is None:
+            return out
+        out = out.view(step.num_seqs, step.length, *out.shape[-2:])
         if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
             position = torch.arange(step.length, device=out.device)
             out.masked_fill_((position < step.length - step.num_new[:, None])[:, :, None, None], 0)
         if step.order is None:
             return out
         return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
+
+    def _shared_prefixes(self, step: Step, group: int) -> SharedPrefixes | None:
+        """Which rows read blocks together in a step, found once for all layers of a group. None: each reads its own."""
+        if step.num_seqs == 1 or step.length > MAX_QUERIES or step.num_new is not None:
+            return None
+        if step.eager and not self.pool.shared:  # no block has two holders; a compiled graph cannot know that
+            return None
+        if group not in step.shared_prefixes:
+            table = step.block_table[group]
+            found = SharedPrefixes.find(table, step.seq_lens, step.cu_seqlens_q, self.block_size, MIN_SAVED)
+            # A look is free where the tables are on the CPU, and spares all layers a second call over nothing.
+            known_empty = step.eager and table.device.type == "cpu" and not found.any()
+            step.shared_prefixes[group] = None if known_empty else found
+        return step.shared_prefixes[group]
+
+    def _attend_together(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        shared: SharedPrefixes,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`attend` of a step without padding, whose rows read some of their blocks together."""
+        key_cache, value_cache, key_scale, value_scale = self.caches(layer)
+        out = shared_prefix_attention(
+            _packed(query, step),
+            key_cache,
+            value_cache,
+            shared,
+            step.length,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
+        return out.view(step.num_seqs, step.length, *out.shape[1:])
 
     def caches(self, layer: int) -> LayerTensors:
         """A layer's key and value cache, and their scales, None where there are none, as the ops take them.
@@ -457,7 +512,7 @@ class PagedKVCache(nn.Module):
         """
         if self._rows is None:
             return torch.empty(len(self._group_windows), 0, 0, dtype=torch.int32)
-        columns = -(-max(self.seq_lens(), default=0) // self.block_size)
+        columns = self._columns(self._mirror())
         return self._rows.block_table[:, :, :columns].to("cpu", copy=True)
 
     def stored(self) -> Tensor:
@@ -497,7 +552,7 @@ class PagedKVCache(nn.Module):
         if source.shape[0] == rows.num_seqs:
             pool.fork(rows.block_table, rows.seq_lens, source, torch.arange(rows.num_seqs, device=source.device))
         else:
-            self._hold(rows.forked(source, pool))
+            self._hold(rows.forked(source, pool, self._columns(lengths)))
             pool.free_rows(rows)
         if not lengths.alike or source.shape[0] != len(lengths.lens):
             lengths.select(source.tolist())
@@ -512,7 +567,8 @@ class PagedKVCache(nn.Module):
         fork._lengths = self._mirror().copy()
         if self._rows is not None:
             self.pool.shared = True
-            fork._hold(self._rows.forked(torch.arange(self.num_seqs, device=self._rows.seq_lens.device), self.pool))
+            every_row = torch.arange(self.num_seqs, device=self._rows.seq_lens.device)
+            fork._hold(self._rows.forked(every_row, self.pool, self._columns(fork._lengths)))
         return fork
 
     def truncate(self, length: int) -> None:
@@ -599,6 +655,7 @@ class PagedKVCache(nn.Module):
             dtype=self.dtype,
             scales=self.scales,
             pool=pool,
+            share_prefix_reads=self.share_prefix_reads,
             **({} if pool else self._size),
         )
 
@@ -636,6 +693,10 @@ class PagedKVCache(nn.Module):
             return self._lengths
         progress.mirror_stale, progress.announced = False, None
         return self._lengths
+
+    def _columns(self, lengths: Lengths) -> int:
+        """Columns of the block table that rows of these lengths use."""
+        return -(-max(lengths.lens, default=0) // self.block_size)
 
     def _read_lengths(self) -> None:
         """Read the mirror from the tensors, and whether a step ran out of blocks. Synchronises on CUDA."""
@@ -695,27 +756,28 @@ class PagedKVCache(nn.Module):
 
     def _begin_step(self, key: Tensor) -> None:
         num_seqs, _, length, _ = key.shape
-        progress = self._progress
+        progress, pool = self._progress, self.pool
         padding, progress.padding, progress.step = progress.padding, None, None
         compiling = torch.compiler.is_compiling()
         if compiling:
-            if self.pool.growable:
+            if pool.growable:
                 raise RuntimeError("a cache in a compiled graph must have a given size: PagedKVCache(num_tokens=...)")
-            progress.mirror_stale = self.pool.bound_stale = True
+            progress.mirror_stale = pool.bound_stale = True
             enough = True
         else:
-            enough = self._make_room(num_seqs, length, padding)
-        rows, pool = self._rows, self.pool
+            enough = self._make_room(pool, num_seqs, length, padding)
+        rows = self._rows
         assert rows is not None
+        block_table, seq_lens = rows.block_table, rows.seq_lens  # once: a module's buffers are slow to read
         releasing = not progress.keeping_past or progress.cropped
         cu_seqlens_q = rows.spans(length)
         slot_mapping, block_mapping = pool.allocate(
-            rows.block_table,
-            rows.seq_lens,
+            block_table,
+            seq_lens,
             cu_seqlens_q,
             num_seqs * length,
             num_new=None if padding is None else padding.num_new,
-            retain=rows.retain if releasing else None,
+            retain=rows.retain if releasing and self._sliding else None,
         )
         if not enough:
             pool.raise_if_exhausted()
@@ -729,23 +791,22 @@ class PagedKVCache(nn.Module):
             num_seqs,
             length,
             slot_mapping.unbind(0),
-            rows.block_table.unbind(0),
-            rows.seq_lens,
+            block_table.unbind(0),
+            seq_lens,
             cu_seqlens_q,
             None if padding is None else padding.num_new,
             None if padding is None else padding.order,
             not compiling,
         )
 
-    def _make_room(self, num_seqs: int, length: int, padding: Padding | None) -> bool:
+    def _make_room(self, pool: KVPool, num_seqs: int, length: int, padding: Padding | None) -> bool:
         """Rows, table width and free blocks for an eager step; False if blocks may be lacking."""
         self._progress.announced = None
-        if self.num_seqs != num_seqs:
+        rows = self._rows
+        if rows is None or rows.num_seqs != num_seqs:
             if self.seen:
                 raise ValueError(f"key must have num_seqs = {self.num_seqs} as the cache holds, got {num_seqs}")
-            self._new_rows(num_seqs)
-        rows, pool = self._rows, self.pool
-        assert rows is not None
+            rows = self._new_rows(num_seqs)
         counts = [length] * num_seqs if padding is None or padding.real is None else padding.real.sum(1).tolist()
         wanted, widest = self._mirror().blocks(counts, self.block_size, pool.shared)
         width = rows.block_table.shape[2]
@@ -779,11 +840,13 @@ class PagedKVCache(nn.Module):
         block_bytes = pool.block_bytes * self.num_lanes // (len(set(self._lanes.values())) or 1)
         return max(lacking, min(ahead, max(affordable_blocks(pool.device, block_bytes), growth(pool.num_blocks))))
 
-    def _new_rows(self, num_seqs: int) -> None:
-        # A pool of given size is never outgrown by the widest table it can fill.
+    def _new_rows(self, num_seqs: int) -> Rows:
+        # A pool of given size is never outgrown by the widest table it can fill. No op's time follows the width.
         width = 1 if self.pool.growable else self.pool.num_blocks // len(self._group_windows)
-        self._hold(Rows(num_seqs, max(1, width), self._group_windows, self.pool.device))
+        rows = Rows(num_seqs, max(1, width), self._group_windows, self.pool.device)
+        self._hold(rows)
         self._lengths = Lengths.of(num_seqs)
+        return rows
 
     def _check_history(self, mask: Tensor, length: int) -> None:
         lengths = self._mirror()
@@ -818,7 +881,7 @@ class PagedKVCache(nn.Module):
 
 def _packed(states: Tensor, step: Step) -> Tensor:
     """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
-    if step.length == 1:  # one view instead of two, in every layer of every decode step
+    if step.length == 1:
         return states.squeeze(2)
     if step.order is not None:
         states = states.gather(2, step.order[:, None, :, None].expand(states.shape))

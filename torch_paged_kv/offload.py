@@ -12,6 +12,7 @@ host. What orders them:
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -268,8 +269,8 @@ def _host_lanes(lanes: list[Tensor], num_blocks: int) -> tuple[Tensor, list[Tens
     for size in sizes:
         starts.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    memory = torch.empty(end + ALIGNMENT, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % ALIGNMENT :][:end]
+    # A private mapping begins a page, so that all of a storage gets pinned: its tensors answer `is_pinned()` by that.
+    memory = torch.frombuffer(mmap.mmap(-1, end, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
     return memory, [part.view(lane.dtype).view(num_blocks, *lane.shape[1:]) for part, lane in zip(parts, lanes)]
 

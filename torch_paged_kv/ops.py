@@ -33,6 +33,7 @@ from .errors import OutOfBlocksError
 __all__ = [
     "allocate",
     "copy_blocks",
+    "find_shared_prefixes",
     "fork",
     "free",
     "gather_blocks",
@@ -48,6 +49,7 @@ load_libraries()
 # The overloads themselves: calling one skips the overload resolution of `torch.ops.paged_kv.<name>`.
 _allocate = torch.ops.paged_kv.allocate.default
 _copy_blocks = torch.ops.paged_kv.copy_blocks.default
+_find_shared_prefixes = torch.ops.paged_kv.find_shared_prefixes.default
 _fork = torch.ops.paged_kv.fork.default
 _free = torch.ops.paged_kv.free.default
 _gather_blocks = torch.ops.paged_kv.gather_blocks.default
@@ -223,8 +225,10 @@ def reshape_and_cache(
     bit.
 
     Args:
-        key: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; last dim contiguous.
-        value: [num_tokens, num_kv_heads, head_size_v]. Of another dtype than `key` (autocast): both are promoted.
+        key: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; last dim contiguous. Or one token of
+            each sequence as models have it, [num_seqs, num_kv_heads, 1, head_size]: a decode step needs no view.
+        value: [num_tokens, num_kv_heads, head_size_v], or [num_seqs, num_kv_heads, 1, head_size_v]. Of another dtype
+            than `key` (autocast): both are promoted.
         key_cache: [num_blocks, block_size, num_kv_heads, head_size], any strides, last dim contiguous; a float dtype or
             float8_e4m3fn, float8_e5m2, int8. Written.
         value_cache: [num_blocks, block_size, num_kv_heads, head_size_v]. Written.
@@ -378,7 +382,8 @@ def paged_attention(
     negative positions. A query that sees no key gives 0. Keys that no query of the row sees are never read.
 
     Args:
-        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; last dim contiguous.
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; last dim contiguous. Or one token of
+            each sequence as models have it, [num_seqs, num_heads, 1, head_size].
         key_cache: [num_blocks, block_size, num_kv_heads, head_size], any strides, last dim contiguous; its dtype need
             not be the query's.
         value_cache: [num_blocks, block_size, num_kv_heads, head_size_v].
@@ -401,7 +406,8 @@ def paged_attention(
         deterministic: make a row's bits independent of its neighbours in the batch.
 
     Returns:
-        [num_tokens, num_heads, head_size_v], contiguous, of the query's dtype.
+        [num_tokens, num_heads, head_size_v], contiguous, of the query's dtype; [num_seqs, 1, num_heads, head_size_v]
+        for a query of four dimensions.
 
     Source: paged keys after Kwon et al. (SOSP 2023); one pass with an online softmax after Milakov and Gimelshein
     (2018) and Dao et al., "FlashAttention" (2022); long rows split over the keys after "Flash-Decoding" (Dao et al.,
@@ -478,6 +484,43 @@ def merge_attention_states(
     return _merge_attention_states(out_a, lse_a, out_b, lse_b, sinks=_float32(sinks))  # type: ignore[no-any-return]
 
 
+def find_shared_prefixes(
+    block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, block_size: int, min_saved: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find runs of neighbouring rows whose tables begin with the same blocks, so that these are read once a run.
+
+    What rows may share are blocks wholly before the first query of each, so that every query of the run sees all of
+    them. The rows are divided into runs so that most reads of keys are saved: a run of r rows that share n tokens saves
+    (r - 1) * n. Where `min_saved` is not reached the rows are runs of their own, and share nothing. Which rows share is
+    found where the tables are: nothing comes to the host, and a replayed CUDA graph follows other tables and lengths.
+
+    The results are what two calls of `paged_attention_with_lse` take, to be merged by `merge_attention_states`: one
+    over the prefixes (`block_table`, `prefix_lens`, `prefix_cu_seqlens_q`, causal=False) and one over the rest
+    (`suffix_table`, `suffix_lens`, `cu_seqlens_q`, causal=True). `torch_paged_kv.shared_prefix` does that.
+
+    Args:
+        block_table: int32 [num_seqs, max_blocks], fewer than 2^31 entries. What lies past a row's last block is not
+            looked at.
+        seq_lens: int32 [num_seqs], keys each row holds, this step's included.
+        cu_seqlens_q: int32 [num_seqs + 1], prefix sum of this step's query lengths.
+        block_size: tokens a block holds.
+        min_saved: fewest reads of a key that a run must save, at least 1.
+
+    Returns:
+        prefix_lens: int32 [num_seqs], tokens that the run beginning at a row shares; 0 for every other row.
+        prefix_cu_seqlens_q: int32 [num_seqs + 1]: the first row of a run has the queries of all of it, the others none;
+            no row before the first run that shares, or after the last, has any.
+        suffix_table: int32 [num_seqs, max_blocks], each row's blocks without the shared ones; -1 past them.
+        suffix_lens: int32 [num_seqs], keys of each row without the shared ones.
+
+    Source: one read of a shared prefix, merged by log-sum-exp, after Juravsky et al., "Hydragen" (2024), and Ye et al.,
+    "Cascade Inference" (2024).
+    """
+    return _find_shared_prefixes(  # type: ignore[no-any-return]
+        block_table, seq_lens, cu_seqlens_q, block_size, min_saved
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Fakes: shapes, dtypes and devices of what an op returns. They see symbolic sizes.
 
@@ -524,13 +567,14 @@ def _gather_blocks_fake(
 def _paged_attention_fake(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *_tables: object, **_options: object
 ) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
+    one_token = (1,) if query.dim() == 4 else ()
+    return query.new_empty((query.shape[0], *one_token, query.shape[1], value_cache.shape[3]))
 
 
 def _paged_attention_with_lse_fake(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *_tables: object, **_options: object
 ) -> tuple[Tensor, Tensor]:
-    out = query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
+    out = _paged_attention_fake(query, key_cache, value_cache)
     return out, query.new_empty((query.shape[0], query.shape[1]), dtype=torch.float32)
 
 
@@ -540,12 +584,22 @@ def _merge_attention_states_fake(
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
+def _find_shared_prefixes_fake(
+    block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, block_size: int, min_saved: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_seqs, max_blocks = block_table.shape
+    sizes = ((num_seqs,), (num_seqs + 1,), (num_seqs, max_blocks), (num_seqs,))
+    lens, spans, table, rest = (block_table.new_empty(size) for size in sizes)
+    return lens, spans, table, rest
+
+
 def _nothing_fake(*_args: object, **_options: object) -> None:
     """Of the ops that only write into their arguments."""
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "allocate": _allocate_fake,
+    "find_shared_prefixes": _find_shared_prefixes_fake,
     "gather_blocks": _gather_blocks_fake,
     "merge_attention_states": _merge_attention_states_fake,
     "paged_attention": _paged_attention_fake,

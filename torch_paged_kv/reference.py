@@ -31,6 +31,11 @@ def _no_grad(function: _F) -> _F:
     return torch.no_grad()(function)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
+def _token_rows(states: Tensor) -> Tensor:
+    """[num_tokens, heads, size]; one token of each sequence may come as [num_seqs, heads, 1, size]."""
+    return states.squeeze(2) if states.dim() == 4 else states
+
+
 def _blocks_of(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
@@ -278,6 +283,7 @@ def reshape_and_cache(
     value_scale: Tensor | None = None,
 ) -> None:
     """Write keys and values [num_tokens, num_kv_heads, head_size(_v)] into their slots."""
+    key, value = _token_rows(key), _token_rows(value)
     for name, cache, scale in (("key_scale", key_cache, key_scale), ("value_scale", value_cache, value_scale)):
         if _is_per_slot(scale) and cache.dtype not in MAX_OF_DTYPE:
             raise ValueError(f"{name} must be per tensor or per head for a {cache.dtype} cache, got a scale per slot")
@@ -496,7 +502,7 @@ def paged_attention_with_lse(
     """Attention of packed queries over paged keys: (out, lse)."""
     out, lse = attention_in(
         torch.float32,
-        query,
+        _token_rows(query),
         key_cache,
         value_cache,
         block_table,
@@ -515,7 +521,8 @@ def paged_attention_with_lse(
         mask=mask,
         deterministic=deterministic,
     )
-    return out.to(query.dtype), lse
+    out = out.to(query.dtype)
+    return (out.unsqueeze(1) if query.dim() == 4 else out), lse
 
 
 @_no_grad
@@ -593,3 +600,58 @@ def merge_in(
     total = weight_a + weight_b + rest
     out = torch.where(total > 0, (parts[0] + parts[1]) / total, 0.0)
     return out, torch.logaddexp(lse_a, lse_b)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared prefixes
+
+
+def _common_blocks(rows: Sequence[Sequence[int]], before_queries: Sequence[int], row: int) -> int:
+    """Columns, from the first, in which a row and the one before it hold the same blocks."""
+    limit = min(before_queries[row - 1], before_queries[row])
+    return next((column for column in range(limit) if rows[row - 1][column] != rows[row][column]), limit)
+
+
+def _best_runs(common: Sequence[int], block_size: int, min_saved: int) -> list[tuple[int, int, int]]:
+    """(first row, row after the last, blocks shared) of the runs that save most; of equal ones the shorter runs."""
+    best: list[tuple[int, list[tuple[int, int, int]]]] = [(0, [])]  # of rows 0 .. end - 1: keys saved, runs
+    for end in range(1, len(common) + 1):
+        saved, runs = best[end - 1]
+        choice = (saved, [*runs, (end - 1, end, 0)])
+        for start in range(end - 2, -1, -1):
+            shared = min(common[start + 1 : end])
+            gain = (end - start - 1) * shared * block_size
+            if gain >= min_saved and best[start][0] + gain > choice[0]:
+                choice = (best[start][0] + gain, [*best[start][1], (start, end, shared)])
+        best.append(choice)
+    return best[-1][1]
+
+
+@_no_grad
+def find_shared_prefixes(
+    block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, block_size: int, min_saved: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Runs of rows that begin with the same blocks: (prefix_lens, prefix_cu_seqlens_q, suffix_table, suffix_lens)."""
+    num_seqs, max_blocks = block_table.shape
+    rows, edges = block_table.tolist(), cu_seqlens_q.tolist()
+    lens = [min(max(length, 0), max_blocks * block_size) for length in seq_lens.tolist()]
+    before_queries = [
+        max(0, length - max(0, end - begin)) // block_size for length, (begin, end) in zip(lens, pairwise(edges))
+    ]
+    common = [_common_blocks(rows, before_queries, row) if row else 0 for row in range(num_seqs)]
+    runs = _best_runs(common, block_size, min_saved)
+    sharing = [run for run in runs if run[2] > 0] or [(num_seqs, num_seqs, 0)]
+    first, last = sharing[0][0], sharing[-1][1]  # rows outside have no span
+    prefix_lens, prefix_edges = [0] * num_seqs, [edges[last]] * (num_seqs + 1)
+    for start, end, shared in runs:
+        prefix_lens[start] = shared * block_size
+        for row in range(start, end):
+            prefix_edges[row] = edges[min(max(start if row == start else end, first), last)]
+            lens[row] -= shared * block_size
+            blocks = rows[row][shared : shared + _blocks_of(lens[row], block_size)]
+            rows[row] = blocks + [-1] * (max_blocks - len(blocks))
+
+    def like(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=block_table.device)
+
+    return like(prefix_lens), like(prefix_edges), like(rows).reshape(num_seqs, max_blocks), like(lens)

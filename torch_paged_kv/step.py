@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .layout import LayerTensors
+from .shared_prefix import SharedPrefixes
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Step:
     written: int = -1  # last layer that wrote
     tensors: LayerTensors | None = None  # its caches and scales
     asked: tuple[Any, bool] | None = None  # a model's config, and whether it asks for weights; for integrations
+    shared_prefixes: dict[int, SharedPrefixes | None] = field(default_factory=dict)  # per group, once asked for
     copies: dict[torch.device, Step] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Step:
@@ -52,6 +54,7 @@ class Step:
             cu_seqlens_q=copied(self.cu_seqlens_q),
             num_new=None if self.num_new is None else copied(self.num_new),
             order=None if self.order is None else copied(self.order),
+            shared_prefixes={},
         )
 
 

@@ -155,8 +155,11 @@ class KVPool(BlockPool):
 
     def take(self, wanted: int) -> None:
         """Let the host's bound follow a step that takes at most ``wanted`` blocks."""
-        self.free_bound = max(0, self.free_bound - wanted)
-        self.bound_stale = False
+        # Most steps take no block, and a module's attributes are slow to set.
+        if wanted > 0:
+            self.free_bound = max(0, self.free_bound - wanted)
+        if self.bound_stale:
+            self.bound_stale = False
 
     @property
     def block_bytes(self) -> int:
@@ -241,14 +244,21 @@ class Rows(nn.Module):
         self.block_table = nn.functional.pad(self.block_table, (0, lacking), value=-1)
 
     @torch.inference_mode(False)
-    def forked(self, source_rows: Tensor, pool: KVPool) -> Rows:
-        """New rows that share the blocks of ``source_rows`` int64 ``[n]``."""
-        old, new = self.num_seqs, source_rows.shape[0]
+    def forked(self, source_rows: Tensor, pool: KVPool, columns: int) -> Rows:
+        """New rows that share the blocks of ``source_rows`` int64 ``[n]``.
+
+        Args:
+            source_rows: which rows.
+            pool: that holds their blocks.
+            columns: of the table that are in use; the others, which follow the capacity, are not read.
+        """
+        old, new, width = self.num_seqs, source_rows.shape[0], self.block_table.shape[2]
         # One table of both, since fork works within a table.
-        table = nn.functional.pad(self.block_table, (0, 0, 0, new), value=-1)
+        table = nn.functional.pad(self.block_table[:, :, :columns], (0, 0, 0, new), value=-1)
         seq_lens = nn.functional.pad(self.seq_lens, (0, new))
         pool.fork(table, seq_lens, source_rows, torch.arange(old, old + new, device=seq_lens.device))
         rows = Rows(new, 0, [], self.seq_lens.device)
-        rows.block_table, rows.seq_lens = table[:, old:].contiguous(), seq_lens[old:].contiguous()
+        rows.block_table = nn.functional.pad(table[:, old:], (0, width - columns), value=-1).contiguous()
+        rows.seq_lens = seq_lens[old:].contiguous()
         rows.retain, rows.seen = self.retain.clone(), self.seen.clone()
         return rows

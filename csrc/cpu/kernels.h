@@ -20,6 +20,7 @@ void merge_attention_states(const MergeParams& params);
 void copy_blocks(const CopyBlocksParams& params);
 inline void swap_blocks(const CopyBlocksParams& params) { copy_blocks(params); }
 void gather_blocks(const GatherParams& params);
+void find_shared_prefixes(const SharedPrefixParams& params);
 
 // The host has checked the contents too: cu_seqlens_q ascends within 0 .. num_tokens, num_new within 0 .. the span,
 // retain >= -1, seq_lens within 0 .. max_blocks * block_size, new_lens >= 0, rows within 0 .. num_seqs - 1 and the

@@ -1,10 +1,11 @@
 // Joins two attention results over disjoint keys by their log-sum-exps; sinks enter the output, never the LSE.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
-#include "elements.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "row_kernels.h"
 
 namespace paged_kv::cpu {
 namespace {
@@ -26,42 +27,50 @@ Weights weigh(float lse_a, float lse_b, const float* sink) {
   return {a / total, b / total, lse};
 }
 
+struct Context {
+  const MergeParams& params;
+  int64_t row_bytes;
+  RowFunction scale;
+  BlendFunction blend;
+};
+
 // A side without weight is not read into arithmetic: its rows may hold anything.
-template <class T>
-void merge_row(const T* __restrict a, const T* __restrict b, T* __restrict out, int64_t size, Weights weights) {
+void merge_row(const Context& context, const void* a, const void* b, void* out, Weights weights) {
+  const int64_t size = context.params.head_size;
   if (weights.a == 0.0f && weights.b == 0.0f) {
-    for (int64_t i = 0; i < size; ++i) out[i] = from_float<T>(0.0f);
-  } else if (weights.a == 0.0f || weights.b == 0.0f) {
-    const T* only = weights.a == 0.0f ? b : a;
-    const float weight = weights.a == 0.0f ? weights.b : weights.a;
-    for (int64_t i = 0; i < size; ++i) out[i] = from_float<T>(weight * to_float(only[i]));
+    std::memset(out, 0, size_t(context.row_bytes));
+  } else if (weights.a == 0.0f) {
+    context.scale(b, out, size, weights.b);
+  } else if (weights.b == 0.0f) {
+    context.scale(a, out, size, weights.a);
   } else {
-    for (int64_t i = 0; i < size; ++i) out[i] = from_float<T>(weights.a * to_float(a[i]) + weights.b * to_float(b[i]));
+    context.blend(a, b, out, size, weights.a, weights.b);
   }
 }
 
 // Row = token * num_heads + head.
-template <class T>
 void merge_rows(void* pointer, int64_t first, int64_t last) {
-  const MergeParams& params = *static_cast<const MergeParams*>(pointer);
-  const int64_t size = params.head_size;
+  const Context& context = *static_cast<const Context*>(pointer);
+  const MergeParams& params = context.params;
+  const auto at = [&](const void* rows, int64_t row) {
+    return static_cast<const char*>(rows) + row * context.row_bytes;
+  };
   for (int64_t row = first; row < last; ++row) {
     const float* sink = params.sinks ? params.sinks + row % params.num_heads : nullptr;
     const Weights weights = weigh(params.lse_a[row], params.lse_b[row], sink);
     params.lse[row] = weights.lse;
-    merge_row(static_cast<const T*>(params.out_a) + row * size, static_cast<const T*>(params.out_b) + row * size,
-              static_cast<T*>(params.out) + row * size, size, weights);
+    merge_row(context, at(params.out_a, row), at(params.out_b, row), const_cast<char*>(at(params.out, row)), weights);
   }
 }
 
 }  // namespace
 
 void merge_attention_states(const MergeParams& params) {
-  MergeParams copy = params;
+  const RowKernels& kernels = row_kernels();
+  Context context{params, params.head_size * size_of(params.dtype), kernels.multiply(params.dtype, params.dtype),
+                  kernels.blend(params.dtype)};
   const int64_t grain = std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, params.head_size));
-  visit_float(params.dtype, [&](auto element) {
-    parallel_for(0, params.num_tokens * params.num_heads, grain, merge_rows<decltype(element)>, &copy);
-  });
+  parallel_for(0, params.num_tokens * params.num_heads, grain, merge_rows, &context);
 }
 
 }  // namespace paged_kv::cpu

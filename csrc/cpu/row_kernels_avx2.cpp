@@ -2,6 +2,6 @@
 
 namespace paged_kv::cpu {
 
-const RowKernels kRowsAvx2 = {divide_of, multiply_of, absmax_of};
+const RowKernels kRowsAvx2 = {divide_of, multiply_of, blend_of, absmax_of};
 
 }  // namespace paged_kv::cpu

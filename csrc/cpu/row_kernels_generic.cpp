@@ -2,6 +2,6 @@
 
 namespace paged_kv::cpu {
 
-const RowKernels kRowsGeneric = {divide_of, multiply_of, absmax_of};
+const RowKernels kRowsGeneric = {divide_of, multiply_of, blend_of, absmax_of};
 
 }  // namespace paged_kv::cpu

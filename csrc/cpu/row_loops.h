@@ -25,6 +25,14 @@ void multiply_row(const void* source, void* destination, int64_t size, float sca
   for (int64_t i = 0; i < size; ++i) to[i] = from_float<To>(to_float(from[i]) * scale);
 }
 
+template <class T>
+void blend_rows(const void* a, const void* b, void* out, int64_t size, float weight_a, float weight_b) {
+  const T* __restrict first = static_cast<const T*>(a), * __restrict second = static_cast<const T*>(b);
+  T* __restrict to = static_cast<T*>(out);
+  for (int64_t i = 0; i < size; ++i)
+    to[i] = from_float<T>(weight_a * to_float(first[i]) + weight_b * to_float(second[i]));
+}
+
 template <class From>
 float absmax_of_row(const void* row, int64_t size) {
   constexpr uint32_t kLargestFinite = kInfinityBits - 1;
@@ -69,6 +77,10 @@ RowFunction multiply_of(DType from, DType to) {
   return visit_element_row(from, [to](auto x) -> RowFunction {
     return visit_float_row(to, [](auto y) -> RowFunction { return multiply_row<decltype(x), decltype(y)>; });
   });
+}
+
+BlendFunction blend_of(DType dtype) {
+  return visit_float_row(dtype, [](auto x) -> BlendFunction { return blend_rows<decltype(x)>; });
 }
 
 AbsmaxFunction absmax_of(DType from) {

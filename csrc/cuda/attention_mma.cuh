@@ -238,11 +238,8 @@ struct State {
     float value_factors[2] = {1.0f, 1.0f};
     if constexpr (kExpands) apply_slot_scales(a, notes, scores, value_factors);
     uint32_t weights[kTiles][2];
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      to_logits(a, scores[t], t, notes.visible, tile);
-      soften(scores[t], t, value_factors, weights[t]);
-    }
+    to_logits(a, scores, notes.visible, tile);
+    soften(scores, value_factors, weights);
     for_values(stage, [&](int step, const Fragment& v) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) multiply(out[t][step], v, weights[t], Operand{});
@@ -285,69 +282,97 @@ struct State {
   }
 
   // Scores -> logits in base 2, -inf where a row must not see a key.
-  __device__ void to_logits(const AttentionLaunch& a, float (&scores)[4], int t, uint32_t visible, int32_t tile) {
+  __device__ void to_logits(const AttentionLaunch& a, float (&scores)[kTiles][4], uint32_t visible, int32_t tile) {
     const AttentionParams& p = a.params;
     const int lane = threadIdx.x % kWarp;
     const int32_t first = tile * kKeys;
     const float factor = a.scale * kLog2e;
     const bool special = p.softcap > 0.0f || p.alibi_slopes;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kExpands) {
-        scores[i] *= factors[t][i % 2];
-      } else if (!special) {
-        scores[i] *= factor;
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kExpands) {
+          scores[t][i] *= factors[t][i % 2];
+        } else if (!special) {
+          scores[t][i] *= factor;
+        }
       }
-    }
     if (special) {
       const float scale = kExpands ? kLn2 : a.scale;  // to what special_logits scales
-      const float4 logits = special_logits(p, {scores[0], scores[1], scores[2], scores[3]}, scale, slopes[t][0],
-                                           slopes[t][1], first + lane / 4);
-      scores[0] = logits.x;
-      scores[1] = logits.y;
-      scores[2] = logits.z;
-      scores[3] = logits.w;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const float4 logits = special_logits(p, {scores[t][0], scores[t][1], scores[t][2], scores[t][3]}, scale,
+                                             slopes[t][0], slopes[t][1], first + lane / 4);
+        scores[t][0] = logits.x;
+        scores[t][1] = logits.y;
+        scores[t][2] = logits.z;
+        scores[t][3] = logits.w;
+      }
     }
     if (visible == 0xffff && first >= all.begin && first + kKeys <= all.end) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int offset = lane / 4 + i / 2 * 8;
-      const int32_t key = first + offset;
-      const bool seen = visible >> offset & 1 && key >= keys[t][i % 2].begin && key < keys[t][i % 2].end;
-      if (!seen) scores[i] = -INFINITY;
-    }
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int offset = lane / 4 + i / 2 * 8;
+        const int32_t key = first + offset;
+        const bool seen = visible >> offset & 1 && key >= keys[t][i % 2].begin && key < keys[t][i % 2].end;
+        if (!seen) scores[t][i] = -INFINITY;
+      }
   }
 
   // Online softmax: logits -> weights, times the factors of keys l / 4 and l / 4 + 8, as the B operand of
-  // O^T += V^T P^T.
-  __device__ void soften(float (&logits)[4], int t, const float (&value_factors)[2], uint32_t (&weights)[2]) {
-    float shrink[2], base[2];
+  // O^T += V^T P^T. The base is the maximum of an earlier tile until some logit outgrows it by 2^8: no sum comes near
+  // the end of its range by that, and hardly any tile but the first has to look for maxima and change the sums.
+  __device__ void soften(float (&logits)[kTiles][4], const float (&value_factors)[2], uint32_t (&weights)[kTiles][2]) {
+    constexpr float kMostGrowth = 8.0f;
+    bool outgrown = false;
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      float largest = fmaxf(logits[c], logits[c + 2]);
+    for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int step = 4; step < kWarp; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
-      largest = fmaxf(largest, maximum[t][c]);
-      base[c] = largest == -INFINITY ? 0.0f : largest;
-      shrink[c] = fast_exp2(maximum[t][c] - base[c]);
-      maximum[t][c] = largest;
+      for (int c = 0; c < 2; ++c) outgrown |= fmaxf(logits[t][c], logits[t][c + 2]) > maximum[t][c] + kMostGrowth;
+    if (__any_sync(kFullMask, outgrown)) raise_maxima(logits);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float base = base_of(maximum[t][c]);
+        logits[t][c] = fast_exp2(logits[t][c] - base);
+        logits[t][c + 2] = fast_exp2(logits[t][c + 2] - base);
+        sum[t][c] += logits[t][c] + logits[t][c + 2];
+      }
+      if constexpr (kExpands) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) logits[t][i] *= value_factors[i / 2];
+      }
+      weights[t][0] = transpose_matrix(pack(logits[t][0], logits[t][1], Operand{}));
+      weights[t][1] = transpose_matrix(pack(logits[t][2], logits[t][3], Operand{}));
     }
+  }
+
+  __device__ static float base_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+
+  // Takes the maxima of all logits so far, and brings the sums to them.
+  __device__ void raise_maxima(const float (&logits)[kTiles][4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) logits[i] = fast_exp2(logits[i] - base[i % 2]);
+    for (int t = 0; t < kTiles; ++t) {
+      float shrink[2];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) sum[t][c] = sum[t][c] * shrink[c] + logits[c] + logits[c + 2];
-    if (__any_sync(kFullMask, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+      for (int c = 0; c < 2; ++c) {
+        float largest = fmaxf(logits[t][c], logits[t][c + 2]);
+#pragma unroll
+        for (int step = 4; step < kWarp; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
+        largest = fmaxf(largest, maximum[t][c]);
+        shrink[c] = fast_exp2(maximum[t][c] - base_of(largest));
+        maximum[t][c] = largest;
+        sum[t][c] *= shrink[c];
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[t][step][i] *= shrink[i % 2];
     }
-    if constexpr (kExpands) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) logits[i] *= value_factors[i / 2];
-    }
-    weights[0] = transpose_matrix(pack(logits[0], logits[1], Operand{}));
-    weights[1] = transpose_matrix(pack(logits[2], logits[3], Operand{}));
   }
 
   // This warp's states of all rows into shared memory.
@@ -437,7 +462,7 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
   const uint32_t own_address = shared_address(own);
 
   let_dependents_start();
-  wait_for_predecessor();
+  if (!a.beside_prefill) wait_for_predecessor();
   prefetch_table(a);
   const typename Tiles::Planned schedule(a, shared.schedule);
   Tiles loader(a, schedule);
@@ -492,6 +517,7 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
     }
   }
   zero_outside(a, schedule.owned_tokens());
+  if (a.beside_prefill) wait_for_predecessor();  // who waits for this launch waits for that one too
 }
 
 }  // namespace paged_kv::cuda::mma

@@ -23,6 +23,7 @@ __host__ __device__ constexpr int mma_warp_bytes(int head_size_class, int blocks
   return (blocks_of_sm == 3 ? 16 : 24) * 1024 * (head_size_class <= 128 ? 1 : 2);
 }
 
+inline constexpr int kTableLine = 32;  // table entries of a line of the L2 cache
 inline constexpr int kPieces = 8;  // deterministic mode: most pieces of an item
 inline constexpr int kPieceKeys = 512;  // ... and fewest keys of a piece
 inline constexpr int kMaxSplitRows = 128;  // ... sequences with more rows than this are not cut
@@ -71,11 +72,13 @@ struct AttentionLaunch {
   int32_t log2_block_size;  // -1: no power of two
   int32_t log2_line_tiles;  // so many tiles are one step of the line, that its length fits 31 bits
   Divisor group, per_grid;  // query heads per kv head; `grid`
+  Divisor table_lines;  // of a row, that are brought near while the lengths are on their way
   int32_t window_left, window_right;  // clipped to 2^30
   int32_t grid, warps;  // of the attention launch: thread blocks, and warps of one
   int32_t max_rows;  // of an item, if max_seqlen_q is the bound it should be
   int32_t row_limit;  // sequences of more packed rows are another launch's
   bool causal, deterministic;
+  bool beside_prefill;  // the launch before is the prefill kernel's of the same call: nothing here depends on it
   NarrowCache key_cache, value_cache;  // tensor-core kernel
   const void* query;
   uint32_t query_token_stride, query_head_stride;  // tensor-core kernel
@@ -112,13 +115,13 @@ struct Segment {
   int32_t slot;  // where the partial result goes, -1: it is the whole
 };
 
-// While the lengths are on their way: all blocks together bring the table near, if it is small.
+// While the lengths are on their way: all blocks together bring the begin of each row of the table near. How far it
+// lies from the next one, that is how wide the table is, does not matter.
 __device__ inline void prefetch_table(const AttentionLaunch& a) {
-  constexpr int64_t kLine = 32;  // entries
-  const int64_t line = int64_t(threadIdx.x) * gridDim.x + blockIdx.x;
-  const int64_t entries = a.num_seqs * a.table_stride;
-  if (entries > kLine * kWarp * gridDim.x || line * kLine >= entries) return;
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(a.block_table + line * kLine));
+  const int32_t line = threadIdx.x * gridDim.x + blockIdx.x, row = a.table_lines.divide(line);
+  if (row >= a.num_seqs || a.capacity == 0) return;
+  const int32_t* entries = a.block_table + row * a.table_stride;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(entries + (line - row * int32_t(a.table_lines.value)) * kTableLine));
 }
 
 template <int kThreads>

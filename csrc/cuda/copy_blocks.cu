@@ -29,6 +29,7 @@ struct Launch {
   int num_lanes;
   int chunks_per_lane;  // a lane's block is cut into this many chunks, so that few pairs still fill the chip
   bool may_chain;       // sources and destinations lie in the same pool
+  int64_t source_blocks, destination_blocks;  // most of any lane: numbers beyond are no blocks
   CopyLane lanes[kLanes];
   Pair pairs[kPairs];
 };
@@ -39,11 +40,11 @@ __device__ Pair pair_at(const Launch<kLanes, kPairs>& p, int64_t index) {
   return {p.block_mapping[2 * index], p.block_mapping[2 * index + 1]};
 }
 
-// Pairs that copy nothing: -1, or a block onto itself.
-__device__ bool is_pair(Pair pair) {
-  constexpr uint64_t kMaxBlocks = uint64_t(1) << 31;
-  return uint64_t(pair.source) < kMaxBlocks && uint64_t(pair.destination) < kMaxBlocks &&
-         pair.source != pair.destination;
+// Other pairs, of -1 above all, copy nothing.
+template <class Launch>
+__device__ bool is_pair(const Launch& p, Pair pair) {
+  return uint64_t(pair.source) < uint64_t(p.source_blocks) &&
+         uint64_t(pair.destination) < uint64_t(p.destination_blocks);
 }
 
 __device__ uint32_t hash(uint32_t block) { return (block * 2654435761u) >> (32 - 12); }
@@ -90,6 +91,7 @@ __device__ void copy_range(const CopyLane& lane, Pair pair, Range range) {
   if (!in_lane(lane, pair)) return;
   const char* source = lane.source + pair.source * lane.source_stride;
   char* destination = lane.destination + pair.destination * lane.destination_stride;
+  if (source == destination) return;  // blocks of the same number are the same ones only within a pool
   if (is_wide(lane)) {
     copy_words<uint4>(source, destination, range);
   } else {
@@ -100,6 +102,12 @@ __device__ void copy_range(const CopyLane& lane, Pair pair, Range range) {
 // ---- Chains. A pair is chained when its source is another pair's destination or the other way round. ----
 
 __device__ bool test(const uint32_t* bits, int64_t index) { return bits[index / 32] >> (index % 32) & 1; }
+
+// A pair that can be chained: within a pool, a block onto itself moves nothing that others read or write.
+template <class Launch>
+__device__ bool moves(const Launch& p, Pair pair) {
+  return is_pair(p, pair) && pair.source != pair.destination;
+}
 
 // Sets chained[i] for every chained pair. Destinations go into a hash table, a table-full at a time; every source is
 // then looked up. Returns (to all threads) whether there is any.
@@ -113,7 +121,7 @@ __device__ bool find_chains(const Launch& p, uint32_t* chained, uint32_t* keys, 
     const int64_t end = start + kTablePairs < p.num_pairs ? start + kTablePairs : p.num_pairs;
     for (int64_t i = start + threadIdx.x; i < end; i += kThreads) {
       const Pair pair = pair_at(p, i);
-      if (!is_pair(pair)) continue;
+      if (!moves(p, pair)) continue;
       uint32_t at = hash(uint32_t(pair.destination));
       while (atomicCAS(&keys[at], kEmpty, uint32_t(pair.destination)) != kEmpty) at = (at + 1) % kTableSize;
       owners[at] = int32_t(i);
@@ -121,7 +129,7 @@ __device__ bool find_chains(const Launch& p, uint32_t* chained, uint32_t* keys, 
     __syncthreads();
     for (int64_t i = threadIdx.x; i < p.num_pairs; i += kThreads) {
       const Pair pair = pair_at(p, i);
-      if (!is_pair(pair)) continue;
+      if (!moves(p, pair)) continue;
       for (uint32_t at = hash(uint32_t(pair.source)); keys[at] != kEmpty; at = (at + 1) % kTableSize) {
         if (keys[at] != uint32_t(pair.source)) continue;
         found = true;
@@ -162,25 +170,29 @@ __device__ void for_my_ranges(const Launch& p, Copy&& copy) {
 }
 
 // A cycle of pairs, entered at pair `first`: its destination's old words are held in registers while the others move.
+// A lane that is too short for some of the blocks leaves those pairs out. The walk is bounded, and may find no pair, as
+// a destination given twice makes something that is no cycle.
 template <class Launch, class Word>
 __device__ void copy_cycle(const Launch& p, const uint32_t* chained, int64_t* result, int64_t first,
                            const CopyLane& lane, Range range) {
   constexpr int64_t kStep = int64_t(kThreads) * sizeof(Word);
   for (int64_t base = range.begin; base < range.end; base += kStep) {
     const int64_t at = base + int64_t(threadIdx.x) * sizeof(Word);
-    const bool mine = at < range.end;
-    Pair pair = pair_at(p, first);
-    const int64_t entry = pair.destination;
+    const int64_t entry = pair_at(p, first).destination;
+    const auto read = [&](int64_t block) {
+      return *reinterpret_cast<const Word*>(lane.source + block * lane.source_stride + at);
+    };
     Word held{};
-    if (mine) held = *reinterpret_cast<const Word*>(lane.source + entry * lane.source_stride + at);
-    while (true) {
-      auto* destination = reinterpret_cast<Word*>(lane.destination + pair.destination * lane.destination_stride + at);
+    if (at < range.end && entry < lane.source_blocks) held = read(entry);
+    int64_t index = first;
+    for (int64_t step = 0; step < p.num_pairs && index >= 0; ++step) {
+      const Pair pair = pair_at(p, index);
       const bool last = pair.source == entry;
-      if (mine)
-        *destination =
-            last ? held : *reinterpret_cast<const Word*>(lane.source + pair.source * lane.source_stride + at);
+      if (at < range.end && in_lane(lane, pair))
+        *reinterpret_cast<Word*>(lane.destination + pair.destination * lane.destination_stride + at) =
+            last ? held : read(pair.source);
       if (last) break;
-      pair = pair_at(p, search(p, chained, result, [&](Pair other) { return other.destination == pair.source; }));
+      index = search(p, chained, result, [&](Pair other) { return other.destination == pair.source; });
     }
   }
 }
@@ -210,7 +222,6 @@ __device__ void copy_chains(const Launch& p, uint32_t* chained, int64_t* result)
   for (int64_t i = 0; i < p.num_pairs; ++i) {
     if (!test(chained, i)) continue;
     for_my_ranges(p, [&](const CopyLane& lane, Range range) {
-      if (!in_lane(lane, pair_at(p, i))) return;
       if (is_wide(lane)) {
         copy_cycle<Launch, uint4>(p, chained, result, i, lane, range);
       } else {
@@ -258,7 +269,7 @@ __global__ void __launch_bounds__(kThreads) copy_pairs(const __grid_constant__ L
 
   const bool any = [&] {
     bool found = false;
-    for (int64_t i = threadIdx.x; i < p.num_pairs && !found; i += kThreads) found = is_pair(pair_at(p, i));
+    for (int64_t i = threadIdx.x; i < p.num_pairs && !found; i += kThreads) found = is_pair(p, pair_at(p, i));
     return __syncthreads_or(found);
   }();
   if (!any) return;
@@ -268,7 +279,7 @@ __global__ void __launch_bounds__(kThreads) copy_pairs(const __grid_constant__ L
   for (int64_t start = 0; start < p.num_pairs; start += kTilePairs) {
     const int64_t i = start + threadIdx.x;
     const Pair pair = i < p.num_pairs ? pair_at(p, i) : Pair{-1, -1};
-    const bool live = is_pair(pair) && !(chains && test(chained, i));
+    const bool live = is_pair(p, pair) && !(chains && test(chained, i));
     const int count = compact(live, pair, shared.list, warp_counts);
     for (int64_t work = blockIdx.x; work < int64_t(count) * pieces; work += gridDim.x) {
       const int piece = int(work % pieces);
@@ -301,7 +312,11 @@ void launch(const CopyLane* lanes, int64_t num_lanes, const int64_t* block_mappi
   p.num_lanes = int(num_lanes);
   p.chunks_per_lane = chunks_for(lanes, num_lanes, num_pairs);
   p.may_chain = may_chain;
-  for (int64_t i = 0; i < num_lanes; ++i) p.lanes[i] = lanes[i];
+  for (int64_t i = 0; i < num_lanes; ++i) {
+    p.lanes[i] = lanes[i];
+    if (lanes[i].source_blocks > p.source_blocks) p.source_blocks = lanes[i].source_blocks;
+    if (lanes[i].destination_blocks > p.destination_blocks) p.destination_blocks = lanes[i].destination_blocks;
+  }
   if (kPairs > 1)
     for (int64_t i = 0; i < num_pairs; ++i) p.pairs[i] = {block_mapping[2 * i], block_mapping[2 * i + 1]};
   const int64_t shared_bytes = may_chain ? divide_up(num_pairs, 32) * 4 : 0;

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <functional>
+
 #include "../params.h"
 
 namespace paged_kv::cuda {
@@ -11,10 +13,17 @@ namespace paged_kv::cuda {
 void reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream);
 void copy_blocks(const CopyBlocksParams& params, cudaStream_t stream);
 void swap_blocks(const CopyBlocksParams& params, cudaStream_t stream);  // block_mapping on the host or on the device
-void paged_attention(const AttentionParams& params, cudaStream_t stream);  // also paged_attention_with_lse
-int64_t paged_attention_workspace(const AttentionParams& params);  // bytes that params.workspace must point to
+
+// Gives so many bytes, 256-byte aligned, that are the stream's until the call has returned.
+using Allocate = std::function<void*(int64_t bytes)>;
+
+// Also paged_attention_with_lse. The scratch memory comes from `allocate`: how much follows from the plan, made once.
+void paged_attention(AttentionParams params, const Allocate& allocate, cudaStream_t stream);
+
 void merge_attention_states(const MergeParams& params, cudaStream_t stream);
 void gather_blocks(const GatherParams& params, cudaStream_t stream);
+void find_shared_prefixes(const SharedPrefixParams& params, cudaStream_t stream);
+int64_t shared_prefixes_workspace(const SharedPrefixParams& params);  // bytes that params.workspace must point to
 
 // A failed allocation is told by counters[kFailures] and counters[kWanted], never by an exception.
 void allocate(const AllocateParams& params, cudaStream_t stream);

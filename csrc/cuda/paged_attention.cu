@@ -55,8 +55,10 @@ bool fits_tensor_cores(const AttentionParams& p) {
 }
 
 // Packed rows of an item: no more than a step's longest sequence has, and what registers hold.
+// Beside prefills what is left are mostly single tokens, whatever the longest span.
 int rows_for(const AttentionParams& p, int head_size_class) {
-  const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
+  const int64_t tokens = prefill::fits(p) ? 1 : p.max_seqlen_q;
+  const int64_t rows = tokens * (p.num_heads / p.num_kv_heads);
   if (rows <= 8) return 8;
   return rows <= 16 || head_size_class == 256 || size_of(p.key_cache.dtype) == 1 ? 16 : 32;
 }
@@ -102,6 +104,14 @@ int32_t line_shift(const AttentionParams& p, const AttentionPlan& plan) {
   int32_t shift = 0;
   for (; steps >= double(1 << 30) && shift < 30; steps /= 2) ++shift;
   return shift;
+}
+
+// Lines of each table row that a launch brings near: what a warp of each thread block can ask for, shared by the rows.
+uint32_t table_lines(const AttentionParams& p, const AttentionPlan& plan) {
+  const int64_t all = divide_up(p.max_blocks, kTableLine);
+  const int64_t share = int64_t(kWarp) * plan.grid / (p.num_seqs < 1 ? 1 : p.num_seqs);
+  const int64_t lines = all < share ? all : share;
+  return uint32_t(lines < 1 ? 1 : lines);
 }
 
 // ---- Launches ----
@@ -193,6 +203,7 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.window_right = clip_window(p.window_right);
   a.grid = plan.grid;
   a.per_grid = divisor_of(uint32_t(plan.grid));
+  a.table_lines = divisor_of(table_lines(p, plan));
   a.warps = plan.warps;
   const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
   a.max_rows = int32_t(rows < 1 ? 1 : rows < plan.rows ? rows : plan.rows);
@@ -217,22 +228,20 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
 
 }  // namespace
 
-int64_t paged_attention_workspace(const AttentionParams& params) {
-  const int64_t bytes = round_up(plan_attention(params).bytes, 256);
-  return bytes + (prefill::fits(params) ? prefill::workspace_bytes(params) : 0);
-}
-
-void paged_attention(const AttentionParams& params, cudaStream_t stream) {
+void paged_attention(AttentionParams params, const Allocate& allocate, cudaStream_t stream) {
   if (params.num_tokens == 0 || params.num_heads == 0) return;
   const AttentionPlan plan = plan_attention(params);
+  const bool has_prefill = prefill::fits(params);
+  params.workspace = allocate(round_up(plan.bytes, 256) + (has_prefill ? prefill::workspace_bytes(params) : 0));
   AttentionLaunch launch = launch_of(params, plan);
-  if (prefill::fits(params)) {
+  if (has_prefill) {
     // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
     const bool alone = params.num_seqs == 1 && !params.deterministic;
     launch.row_limit = alone ? 0 : prefill::kDecodeRows;
     void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
     prefill::launch(params, launch.row_limit, alone, memory, stream);
     if (alone) return;
+    launch.beside_prefill = true;
   }
   launch_attention(launch, plan, stream);
   switch (plan.rows) {

@@ -1,6 +1,4 @@
 // The prefill kernel, host side, and the launch before it that finds out on the device what there is to do.
-#include <cstdlib>
-#include <cstring>
 
 #include "device.cuh"
 #include "prefill.h"
@@ -42,6 +40,23 @@ __device__ Tile tile_of(const Launch& a, int32_t sequence, const Spans& s, int32
   return t;
 }
 
+// Keys that a sequence of the decode kernel's reads, of one head.
+__device__ int32_t decoded_keys(const Launch& a, const Spans& s) {
+  if (s.row_tiles > 0 || s.q_len == 0) return 0;
+  return a.window_left >= 0 ? min(s.seq_len, a.window_left + s.q_len) : s.seq_len;
+}
+
+// Thread blocks that shall work. Beside decodes not all: tensor cores and memory then work at the same time, on different
+// SMs. `work`: key steps of the row tiles of one head, `decoded`: keys that the decode kernel reads of it.
+__device__ int32_t blocks_for(const Launch& a, float work, float decoded) {
+  constexpr float kStepCost = 300.0f;  // time of a step on one SM, in times that memory takes to read a key
+  const float blocks = ceilf(kStepCost * work / decoded);
+  return blocks < float(a.max_blocks) ? int32_t(fmaxf(blocks, 1.0f)) : a.max_blocks;
+}
+
+// Key steps of a tile: its keys, and what its begin and end take.
+__device__ float steps_of(const Tile& t) { return float(max(t.keys_end - t.keys_begin, 0) + 256); }
+
 // Calls function(tile) for every row tile, a warp a sequence.
 template <class Function>
 __device__ void for_each_tile(const Launch& a, Function&& function) {
@@ -69,23 +84,28 @@ __device__ int32_t sum_before(int32_t value, int32_t (&sums)[kScheduleWarps]) {
 // Lists the row tiles, those with most keys first (a counting sort), and resets the counter that deals them out.
 __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_constant__ Launch a) {
   __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], most_keys;
+  __shared__ float work, decoded;
   let_dependents_start();
   positions[threadIdx.x] = 0;
-  if (threadIdx.x == 0) most_keys = 0;
+  if (threadIdx.x == 0) most_keys = 0, work = decoded = 0.0f;
   __syncthreads();
-  int32_t longest = 0;
-  for (int32_t sequence = threadIdx.x; sequence < a.params.num_seqs; sequence += kScheduleThreads)
-    longest = max(longest, a.params.seq_lens[sequence]);
-  atomicMax(&most_keys, min(longest, a.capacity));
+  for (int32_t sequence = threadIdx.x; sequence < a.params.num_seqs; sequence += kScheduleThreads) {
+    const Spans s = spans_of(a, sequence);
+    atomicMax(&most_keys, s.seq_len);
+    atomicAdd(&decoded, float(decoded_keys(a, s)));
+  }
   __syncthreads();
   int shift = 0;
   while (most_keys >> shift >= kBuckets) ++shift;
   const auto bucket = [shift](const Tile& t) { return kBuckets - 1 - (max(t.keys_end - t.keys_begin, 0) >> shift); };
-  for_each_tile(a, [&](const Tile& t) { atomicAdd(&positions[bucket(t)], 1); });
+  for_each_tile(a, [&](const Tile& t) {
+    atomicAdd(&positions[bucket(t)], 1);
+    atomicAdd(&work, steps_of(t));
+  });
   __syncthreads();
   const int32_t count = positions[threadIdx.x], before = sum_before(count, sums);
   positions[threadIdx.x] = before;
-  if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0};
+  if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0, blocks_for(a, work, decoded)};
   __syncthreads();
   for_each_tile(a, [&](const Tile& t) {
     const int32_t position = atomicAdd(&positions[bucket(t)], 1);
@@ -196,15 +216,15 @@ Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, vo
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
   a.log2_block_size = log2_of(p.block_size);
+  a.max_blocks = current_device().num_sms;
   a.outside = outside;
   return a;
 }
 
-// The kernel was right on a GPU when it was called by itself. Its calls through the op, beside today's decode kernel,
-// have not run on one yet: until they have, it is taken on request.
-bool is_asked_for() {
-  const char* value = std::getenv("PAGED_KV_PREFILL");
-  return value != nullptr && std::strcmp(value, "1") == 0;
+// Here one thread block does a unit of work from begin to end; the decode kernel splits keys among thread blocks, and is
+// faster with units for less than an eighth of the SMs. (Deterministic results must not hang on a row's neighbours.)
+bool fills_chip(const AttentionParams& p) {
+  return 8 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p);
 }
 
 }  // namespace
@@ -227,7 +247,7 @@ bool fits(const AttentionParams& p) {
          double(p.num_tokens) * double(p.num_heads) < double(1 << 30) && fits_cache(p.key_cache) &&
          fits_cache(p.value_cache) && is_aligned(p.query) && is_aligned(p.out) &&
          fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads) &&
-         p.max_seqlen_q * group > kDecodeRows && is_hopper() && is_asked_for();
+         p.max_seqlen_q * group > kDecodeRows && (p.deterministic || fills_chip(p)) && is_hopper();
 }
 
 int64_t workspace_bytes(const AttentionParams& p) { return kHeaderBytes + max_tiles(p) * int64_t(sizeof(Tile)); }

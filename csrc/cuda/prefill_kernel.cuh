@@ -170,8 +170,9 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers
   const int lane = threadIdx.x % kWarp;
   const int32_t kv_heads = int32_t(a.params.num_kv_heads);
   wait_for_predecessor();
-  const int32_t num_units = *reinterpret_cast<const volatile int32_t*>(&a.header->num_tiles) * kv_heads;
-  int32_t unit = __shfl_sync(kFullMask, take_unit(a), 0), word = read_tile(a, unit, num_units);
+  const bool works = int32_t(blockIdx.x) < a.header->num_blocks;
+  const int32_t num_units = works ? a.header->num_tiles * kv_heads : 0;
+  int32_t unit = works ? __shfl_sync(kFullMask, take_unit(a), 0) : 0, word = read_tile(a, unit, num_units);
   Ring<S::kStages> keys;
   Ring<kItems> ring;
 #pragma unroll 1
@@ -536,6 +537,7 @@ class Consumer {
   __device__ void examine(float (&scores)[kScores], Softmax& softmax, const Rows& rows, int tile, float factor) {
     pin(scores);
     const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[examined_ring_.stage]);
+    __syncwarp();  // lane 0 says for all that they have read
     release(barriers_.key_empty(examined_ring_.stage));
     examined_ring_.advance();
     to_logits(scores, rows, tile, mapped);
@@ -742,9 +744,9 @@ __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, 1) attention(const
 template <class T, int kHeadSize, bool kSoftcap>
 void launch_instance(const Launch& launch, cudaStream_t stream) {
   using S = Shape<kHeadSize>;
-  launch_in_order<attention<T, kHeadSize, kSoftcap>>(
-      Order::beside_predecessor, dim3(unsigned(current_device().num_sms)), dim3(unsigned(S::kThreads)), S::kSharedBytes,
-      launch, stream, "paged_attention");
+  launch_in_order<attention<T, kHeadSize, kSoftcap>>(Order::beside_predecessor, dim3(unsigned(launch.max_blocks)),
+                                                     dim3(unsigned(S::kThreads)), S::kSharedBytes, launch, stream,
+                                                     "paged_attention");
 }
 
 template <class T>

@@ -19,6 +19,7 @@ struct alignas(32) Tile {
 struct Header {
   int32_t num_tiles;
   int32_t next_unit;  // units are taken from here
+  int32_t num_blocks;  // thread blocks that take units; the others make room for the decode kernel
 };
 
 inline constexpr int64_t kHeaderBytes = 256;
@@ -28,7 +29,7 @@ struct Launch {
   AttentionParams params;
   Header* header;
   Tile* tiles;  // [max_tiles], those with most keys first
-  int32_t max_tiles;
+  int32_t max_tiles, max_blocks;
   int32_t group, decode_rows;
   int32_t tile_rows;  // whole tokens: a multiple of the group
   int32_t capacity;  // tokens of a row of the table

@@ -275,8 +275,10 @@ def _counts_as_flash(original: Callable[..., bool], *args: Any, **kwargs: Any) -
 
 def _has_block_tables(original: Callable[..., None], config: Any, options: Any, *args: Any) -> None:
     """Keep the block tables of our implementation, on any device, where Transformers has them: not with windows."""
-    if config._attn_implementation != NAME or _has_sliding_layers(config):
+    if config._attn_implementation != NAME:
         original(config, options, *args)
+    elif _has_sliding_layers(config):
+        options.max_blocks_per_request = 0  # asked, Transformers would look for a flash-attention package of our name
 
 
 def _has_sliding_layers(config: Any) -> bool:

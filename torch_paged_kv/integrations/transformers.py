@@ -189,6 +189,8 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         mode: "auto" takes the direct path where the model can; "direct" and "gather" choose.
         prefix_cache: known blocks of prompts, for ``generate`` to take and to add to (needs ``config``). Its pool is
             that of the first cache it is given to, and a size is that of this pool.
+        share_prefix_reads: read blocks that rows next to each other begin with once for all of them, in steps of a few
+            positions: beams, samples of one prompt and prompts of a prefix cache. Results differ by rounding.
 
     Padding takes no slot: a left-padded row holds its real tokens only. ``copy.deepcopy`` is a fork that shares blocks.
     """
@@ -207,6 +209,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         pool: KVPool | None = None,
         mode: str = "auto",
         prefix_cache: PrefixCache | None = None,
+        share_prefix_reads: bool = False,
     ) -> None:
         if mode not in ("auto", "direct", "gather"):
             raise ValueError(f'mode must be "auto", "direct" or "gather", got {mode!r}')
@@ -223,6 +226,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             dtype=dtype,
             scales=scales,
             pool=pool,
+            share_prefix_reads=share_prefix_reads,
         )
         self.prefix_cache = prefix_cache
         self._expected: Batch | None = None  # prompts to remember once they are written
@@ -318,10 +322,11 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         if attention_mask is None and causal and step.num_new is not None and self._padding_attends(step):
             attention_mask = self._visible(query.shape[2], window).to(query.device)
         sinks = sinks if s_aux is None else s_aux
+        requires_grad = query.requires_grad
         out = self.attend(
             step,
             layer.index,
-            query.detach() if query.requires_grad else query,
+            query.detach() if requires_grad else query,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             causal=causal,
             window=window,
@@ -329,7 +334,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             sinks=None if sinks is None else sinks.detach(),
             mask=attention_mask,
         )
-        return _without_backward(out, query), None
+        return (_without_backward(out, query) if requires_grad else out), None
 
     def forgo(self, handle: Handle) -> None:
         """The layer attends to the new keys and values themselves, which must be all that it holds."""
@@ -391,7 +396,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether generate may compile the decode steps: asked several times a step, so not of every paged layer."""
-        sized = bool(self.layers) and self.is_sized and not self._spread and VERSION >= (5,)
+        sized = len(self.layers) > 0 and self.is_sized and not self._spread and VERSION >= (5,)
         return sized and all(layer.is_compileable for layer in self._other_layers())
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
@@ -530,6 +535,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             pool=self._pool,
             mode=self._mode,
             prefix_cache=self.prefix_cache,
+            share_prefix_reads=self.share_prefix_reads,
             **size,
         )
         for index, layer in enumerate(self.layers):
@@ -571,7 +577,9 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
 
     def _choose_path(self) -> None:
         if self._mode == "auto" and self._config is not None and not torch.compiler.is_compiling():
-            self._direct = not (self._is_gathered or _needs_gather(self._text_config._attn_implementation))
+            direct = not (self._is_gathered or _needs_gather(self._text_config._attn_implementation))
+            if direct != self._direct:  # a module's attributes are slow to set
+                self._direct = direct
 
     def _other_layers(self) -> Iterable[Any]:
         return (layer for layer in self.layers if not isinstance(layer, PagedLayer))
@@ -628,10 +636,11 @@ def _attend(
     handle: Handle | None = getattr(key, "_paged_kv", None)
     if handle is None:
         return original(module, query, key, value, attention_mask, **kwargs)
-    if query.shape[2] != handle.step.length:  # cross attention: what the encoder gave, written once, is all there is
+    step = handle.step
+    if query.shape[2] != step.length:  # cross attention: what the encoder gave, written once, is all there is
         handle.cache.forgo(handle)
         return original(module, query, key, value, attention_mask, **kwargs)
-    if _needs_dense(module, kwargs, handle.step):
+    if _needs_dense(module, kwargs, step):
         dense = handle.cache.dense(handle, query, attention_mask, kwargs.get("sliding_window"))
         return original(module, query, *dense, **kwargs)
     return handle.cache.attention(handle, module, query, attention_mask, **kwargs)
@@ -639,19 +648,14 @@ def _attend(
 
 def _needs_dense(module: torch.nn.Module, arguments: dict[str, Any], step: Step) -> bool:
     """Whether something is asked of a layer that only its own implementation has: attention weights, dropout."""
-    config = getattr(module, "config", None)
-    if arguments.get("output_attentions") or _config_asks_weights(config, step) or _collects_weights():
+    config, asked = getattr(module, "config", None), step.asked
+    if asked is None or asked[0] is not config:
+        asked = (config, bool(getattr(config, "output_attentions", False)) or _collects_weights())
+        if step.eager:  # once a step, which lies in one forward: a config's attributes are slow to read
+            step.asked = asked
+    if asked[1] or arguments.get("output_attentions"):
         return getattr(config, "_attn_implementation", None) == "eager"
     return bool(arguments.get("dropout")) and getattr(config, "_attn_implementation", None) in ("eager", "sdpa")
-
-
-def _config_asks_weights(config: Any, step: Step) -> bool:
-    """``config.output_attentions``, read once a step: a config's attributes are slow to read."""
-    if not step.eager:
-        return getattr(config, "output_attentions", False)
-    if step.asked is None or step.asked[0] is not config:
-        step.asked = (config, bool(getattr(config, "output_attentions", False)))
-    return step.asked[1]
 
 
 def _collects_weights() -> bool:

@@ -1,0 +1,42 @@
+#!/bin/sh
+# The CUDA op tests under compute-sanitizer, in several processes at a time, over all GPUs there are. Takes minutes.
+#
+#   tests/run_compute_sanitizer.sh                            all tools, all op tests
+#   TOOLS=racecheck JOBS=8 tests/run_compute_sanitizer.sh tests/test_merge.py
+#
+# PYTHON chooses the interpreter, which needs torch with CUDA and the test extra. LOGS: a folder for what was printed.
+set -eu
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python} JOBS=${JOBS:-4} LOGS=${LOGS:-$(mktemp -d)}
+export PYTHONPATH="$PWD" OMP_NUM_THREADS=1
+GPUS=$(nvidia-smi -L | wc -l)
+
+[ $# -gt 0 ] || set -- tests/test_cuda_ops.py tests/test_cuda_prefill.py tests/test_paged_attention.py \
+    tests/test_reshape_and_cache.py tests/test_merge.py tests/test_block_ops.py tests/test_allocator.py \
+    tests/test_eight_bit_ops.py
+# Left out: pools of many gigabytes and 10^5 steps of the allocator, which would take hours.
+"$PYTHON" -m pytest "$@" -q --collect-only -p no:cacheprovider -k "cuda and not past_32_bits and not equals_the_host" |
+    grep "::" >"$LOGS/tests"
+grep -v replay "$LOGS/tests" | split -n "r/$JOBS" -d -a 2 - "$LOGS/part"
+grep replay "$LOGS/tests" >"$LOGS/part_replay" || rm "$LOGS/part_replay"
+
+failed=0
+for tool in ${TOOLS:-memcheck racecheck initcheck}; do
+    number=0
+    for part in "$LOGS"/part*; do
+        # Without torch's pool of memory each tensor is an allocation whose ends are known; captures need the pool.
+        case $part in *replay) own=0 ;; *) own=1 ;; esac
+        log="$LOGS/$tool.${part##*/}"
+        CUDA_VISIBLE_DEVICES=$((number % GPUS)) PYTORCH_NO_CUDA_MEMORY_CACHING=$own \
+            compute-sanitizer --tool "$tool" --error-exitcode 9 --log-file "$log.errors" \
+            "$PYTHON" -m pytest -q -p no:cacheprovider "@$part" >"$log" 2>&1 || echo "exit $?" >>"$log" &
+        number=$((number + 1))
+    done
+    wait
+    for part in "$LOGS"/part*; do
+        log="$LOGS/$tool.${part##*/}"
+        echo "$tool ${part##*/}: $(tail -n 1 "$log"); $(grep -h SUMMARY "$log.errors" || echo no summary)"
+        ! grep -q "^exit" "$log" || failed=1
+    done
+done
+exit $failed
