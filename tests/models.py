@@ -193,6 +193,24 @@ def real(name: str, device: str = "cpu") -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
 
 
+# -------------------------------------------------------------------------------------------------------------- compile
+
+
+def counting_compiler() -> tuple[list[Any], Any]:
+    """(graphs, compile_config for `generate`): each graph that is compiled is put into the list, and run as it is."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    no_mode: dict[str, Any] = {"mode": None}
+    config: Any = transformers.CompileConfig(backend=backend, fullgraph=True, **no_mode)
+    config._compile_all_devices = True  # by itself it compiles on accelerators only
+    torch._dynamo.reset()
+    return graphs, config
+
+
 # --------------------------------------------------------------------------------------------------------------- caches
 
 
