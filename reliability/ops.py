@@ -501,44 +501,43 @@ def allocator(dice: Dice, device: torch.device) -> None:
     copies = Copies(device)
     there = [copies.of(tensor) for tensor in state]
     for _ in range(8):
-        name, arguments, options = dice.choice([draw_allocate] * 3 + [draw_free, draw_fork])(
-            dice, state, groups, block_size, columns
-        )
+        draw = dice.choice([draw_allocate] * 3 + [draw_free, draw_fork])
+        name, arguments, options = draw(dice, state, groups, block_size, columns)
         moved = [copies.maybe(value) for value in arguments]
         moved_options = {key: copies.maybe(value) for key, value in options.items()}
         before = [tensor.clone() for tensor in state]
-        expected: Any
-        actual: Any
-        try:
-            expected = getattr(reference, name)(*state, *arguments, **options)
-        except (OutOfBlocksError, ValueError) as error:
-            expected = error
-        try:
-            actual = getattr(ops, name)(*there, *moved, **moved_options)
-        except (OutOfBlocksError, ValueError) as error:
-            actual = error
-        if isinstance(expected, Exception) and device.type == "cuda":  # no exception there: no slots, and a count
-            assert int(there[4][2]) == 1, f"{name} must count {expected!r}"
-            assert all(bool((part == -1).all()) for part in actual)
-            there[4][2:] = 0
-        elif isinstance(expected, Exception):
-            assert type(actual) is type(expected), f"{name}: {actual!r}, expected {expected!r}"
-            assert vars(actual) == vars(expected), f"{name}: {vars(actual)}, expected {vars(expected)}"
-            assert all(torch.equal(old, now) for old, now in zip(before, state, strict=True))
-        else:
+        expected = attempted(getattr(reference, name), *state, *arguments, **options)
+        actual = attempted(getattr(ops, name), *there, *moved, **moved_options)
+        if not isinstance(expected, Exception):
             assert not isinstance(actual, Exception), f"{name}: {actual!r}"
             for mine, theirs in zip(actual or (), expected or (), strict=True):
                 assert torch.equal(mine.cpu(), theirs), f"{name} gives {mine.tolist()}, expected {theirs.tolist()}"
+        elif device.type == "cpu":
+            assert type(actual) is type(expected), f"{name}: {actual!r}, expected {expected!r}"
+            assert vars(actual) == vars(expected), f"{name}: {vars(actual)}, expected {vars(expected)}"
+            assert all(torch.equal(old, now) for old, now in zip(before, state, strict=True))
+        else:  # no exception there: no slots, and a count
+            assert int(there[4][2]) == 1, f"{name} must count {expected!r}"
+            assert all(bool((part == -1).all()) for part in actual)
+            there[4][2:] = 0
         for place, mine, theirs in zip(("table", "lens", "ring", "counts", "counters"), there, state, strict=True):
             assert torch.equal(mine.cpu(), theirs), f"{name}, {place}: {mine.tolist()}, expected {theirs.tolist()}"
+
+
+def attempted(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a function returns, or the error of the library that it raises."""
+    try:
+        return function(*arguments, **options)
+    except (OutOfBlocksError, ValueError) as error:
+        return error
 
 
 Call = tuple[str, list[Any], dict[str, Any]]
 
 
 def draw_allocate(dice: Dice, state: list[Tensor], groups: int, block_size: int, columns: int) -> Call:
-    lens, spans, position = state[1].tolist(), [dice.randint(0, 2)], 0
-    position = spans[0]
+    lens, position = state[1].tolist(), dice.randint(0, 2)
+    spans = [position]
     for length in lens:
         room = columns * block_size - length
         position += min(dice.choice([0, 1, 1, 2, block_size, 2 * block_size + 1]), room + (dice.random() < 0.02))
@@ -562,11 +561,7 @@ def draw_fork(dice: Dice, state: list[Tensor], groups: int, block_size: int, col
     rows = len(state[1])
     destinations = dice.sample(range(rows), dice.randint(0, rows))
     sources = [dice.randrange(rows) for _ in destinations]
-    return (
-        "fork",
-        [torch.tensor(sources, dtype=torch.int64), torch.tensor(destinations, dtype=torch.int64), block_size],
-        {},
-    )
+    return "fork", [*(torch.tensor(values, dtype=torch.int64) for values in (sources, destinations)), block_size], {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
