@@ -10,7 +10,8 @@ import models
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models as algorithms, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as algorithms
 from transformers import PreTrainedTokenizerFast
 
 from torch_paged_kv import _models
