@@ -16,7 +16,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
 import torch_paged_kv
 from torch_paged_kv import _models
@@ -187,10 +187,26 @@ def draft_of(model: Any) -> Any:
 
 @functools.cache
 def real(name: str, device: str = "cpu") -> tuple[Any, Any]:
-    """(model, tokenizer) of a packaged real model in float32."""
-    folder = _models.resolve(name)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
+    """(model, tokenizer, which pads at the left) of a packaged real model in float32."""
+    return _models.load(name, torch.float32, device)
+
+
+# -------------------------------------------------------------------------------------------------------------- compile
+
+
+def counting_compiler() -> tuple[list[Any], Any]:
+    """(graphs, compile_config for `generate`): each graph that is compiled is put into the list, and run as it is."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    no_mode: dict[str, Any] = {"mode": None}
+    config: Any = transformers.CompileConfig(backend=backend, fullgraph=True, **no_mode)
+    config._compile_all_devices = True  # by itself it compiles on accelerators only
+    torch._dynamo.reset()
+    return graphs, config
 
 
 # --------------------------------------------------------------------------------------------------------------- caches
