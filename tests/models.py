@@ -171,15 +171,38 @@ def randomise(model: Any, seed: int = 0) -> Any:
 
 
 def draft_of(model: Any) -> Any:
-    """A draft model that agrees with `model` often, not always: some of its tokens are taken, some rolled back."""
-    if Version("5.17") > RELEASE and model.config.model_type != "llama":
-        return tiny("llama", seed=1)  # the draft's own DynamicCache cannot roll sliding layers back there
+    """A draft model that agrees with `model` often, not always: some of its tokens are taken, some rolled back.
+
+    It drafts several tokens a round, however sure it is of them, so that what is rolled back does not depend on how
+    the machine rounds. Where sliding layers of a `DynamicCache` cannot be rolled back, it drafts over a paged cache.
+    """
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         weight = draft.get_output_embeddings().weight
         weight.add_(torch.randn(weight.shape, generator=generator) * 0.03)
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    draft.generation_config.num_assistant_tokens = 4
+    if model.config.model_type in ("mistral", "gemma3_text", "gpt_oss") and not dynamic_windows_roll_back():
+        torch_paged_kv.patch(draft, block_size=4)
     return draft
+
+
+@functools.cache
+def dynamic_windows_roll_back() -> bool:
+    """Whether a `DynamicCache` with sliding layers can be an assistant's in this release of Transformers.
+
+    In the older ones such a layer refuses to be cropped once its window is full. In some later ones it gives more keys
+    than its mask has columns as soon as a round drafts two tokens.
+    """
+    cache: Any = DynamicCache(config=transformers.MistralConfig(**_sizes(sliding_window=WINDOW)))
+    if not hasattr(cache, "activate_past_recording"):
+        return False
+    cache.activate_past_recording()
+    for length in (WINDOW + 1, 1):
+        masked = cache.get_mask_sizes(length, 0)[0]
+        keys, _ = cache.update(torch.zeros(1, 2, length, 16), torch.zeros(1, 2, length, 16), 0)
+    return bool(keys.shape[-2] == masked)
 
 
 # ---------------------------------------------------------------------------------------------------- real small models
