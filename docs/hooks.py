@@ -15,8 +15,13 @@ PAGES = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "results/cpu.md": "benchmarks/results/cpu.md",
+    "results/cpu_xeon.md": "benchmarks/results/cpu_xeon.md",
     "results/h200.md": "benchmarks/results/h200.md",
+    "results/h200_decode.md": "benchmarks/results/h200_decode.md",
+    "results/h200_shared_prefix.md": "benchmarks/results/h200_shared_prefix.md",
+    "results/h200_capacity.md": "benchmarks/results/h200_capacity.md",
     "results/reliability.md": "reliability/results/cpu.md",
+    "results/reliability_h200.md": "reliability/results/h200.md",
 }
 ROLE = re.compile(r":(?:class|func|meth):(?=<code>)")  # of docstrings, which mkdocstrings takes for text
 LINK = re.compile(r"\]\(([^)\s:#]+\.md)")

@@ -31,9 +31,10 @@ def arguments(values: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(values)
 
 
-def run(parts: list[str], settings: Settings) -> list[Result]:
-    """Run parts one after the other."""
-    results = []
+def run(parts: list[str], settings: Settings, out: Path) -> list[Result]:
+    """Run parts one after the other; the report is written after each, so that what was done is not lost."""
+    facts = report.environment(settings.device)  # before a long run, in which the tree may change
+    results: list[Result] = []
     for part in parts:
         begin = time.monotonic()
         with torch.no_grad():
@@ -44,6 +45,7 @@ def run(parts: list[str], settings: Settings) -> list[Result]:
         print(
             f"{part}: {done}; {result.num_faults} faults, {result.lost} blocks lost, {result.seconds:.0f} s", flush=True
         )
+        report.write(out, facts, settings, results)
     return results
 
 
@@ -54,9 +56,7 @@ def main() -> int:
         sys.exit("PAGED_KV_DEBUG must be unset: much of what is given to the ops here is what debug mode refuses")
     settings = Settings(given.device, given.seed, given.scale, given.minutes, given.case)
     parts = given.only or [part for part in PARTS if part != "sanitizers"]
-    facts = report.environment(settings.device)  # before a long run, in which the tree may change
-    results = run(parts, settings)
-    report.write(given.out, facts, settings, results)
+    results = run(parts, settings, given.out)
     print(f"the report is in {given.out}")
     return int(any(result.num_faults or result.lost for result in results))
 

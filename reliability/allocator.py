@@ -38,28 +38,30 @@ def op_steps(settings: Settings, result: Result) -> None:
     """Worlds in turn, `ROUND` steps at a time; each goes on where it was."""
     again = command(settings, "allocator")
     players = {world: Player(world, settings.seed, settings.device, ops) for world in WORLDS}
+    worlds = list(players)
     for number in settings.numbers(OP_STEPS[settings.device] // ROUND, OP_SHARE):
-        world = list(players)[number % len(players)] if players else ""
-        if not world:
-            break
+        world = worlds[number % len(worlds)]
 
-        def play(world: str = world) -> None:
+        def play(player: Player = players[world]) -> None:
             for _ in range(ROUND):
-                players[world].step()
+                player.step()
                 result.counts["op steps"] += 1
 
         if not result.guard(f"op steps, world {world}", again, play):
-            del players[world]  # its model and its tensors have parted
-    for world, player in players.items():
-        for what, times in player.done.items():
-            result.counts[f"op steps·{what}"] += times
+            worlds.remove(world)  # its model and its tensors have parted
+            if not worlds:
+                break
+    for world in worlds:
 
-        def empty(player: Player = player) -> int:
+        def empty(player: Player = players[world]) -> int:
             for index, table in enumerate(player.both.tables):
                 player.both.free([0] * len(table.model.lens), table=index)
             return player.both.pool.num_blocks - player.both.num_free
 
         result.guard(f"the end of world {world}", again, empty)
+    for player in players.values():
+        for what, times in player.done.items():
+            result.counts[f"op steps·{what}"] += times
 
 
 def machine_steps(

@@ -22,7 +22,8 @@ from torch_paged_kv.cache import PagedKVCache
 from torch_paged_kv.files import load, save
 from torch_paged_kv.offload import HostTier, Swapped
 
-BLOCK, NUM_BLOCKS, HOST_BLOCKS, WINDOW, MOST_POSITIONS, MOST_CACHES = 3, 60, 30, 5, 24, 5
+BLOCK, NUM_BLOCKS, HOST_BLOCKS, KNOWN_TOKENS = 3, 60, 30, 60
+WINDOW, MOST_POSITIONS, MOST_CACHES = 5, 24, 5
 
 
 @dataclass(eq=False)
@@ -47,17 +48,18 @@ class Batch:
 
 
 class Batches:
-    """What is under test, and its model."""
+    """What is under test, and its model. With an odd seed the pool grows as it is needed, else it is small."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self.random = random.Random(seed)
         self.device = torch.device(device)
-        first = PagedKVCache([None, WINDOW], block_size=BLOCK, num_blocks=NUM_BLOCKS)
+        num_blocks = NUM_BLOCKS if seed % 2 == 0 else None
+        first = PagedKVCache([None, WINDOW], block_size=BLOCK, num_blocks=num_blocks)
         self.store(first, torch.zeros(1, 1))
         first.reset()
         self.pool = first.pool
         self.tier = HostTier(self.pool, HOST_BLOCKS)
-        self.known = PrefixCache()
+        self.known = PrefixCache(max_tokens=KNOWN_TOKENS)
         self.known.bind(first, self.pool)
         self.texts = [[self.random.randrange(1, 1000) for _ in range(MOST_POSITIONS)] for _ in range(3)]
         self.batches: list[Batch] = []
@@ -294,4 +296,4 @@ class Batches:
         self.tier.synchronize()
         self.pool.check()
         self.directory.cleanup()
-        return NUM_BLOCKS - self.pool.num_free + HOST_BLOCKS - self.tier.num_free
+        return self.pool.num_blocks - self.pool.num_free + HOST_BLOCKS - self.tier.num_free

@@ -27,7 +27,7 @@ def run(settings: Settings) -> Result:
         result.fault("sanitizers", "g++ must be installed", again)
         return result
     if settings.device != "cpu" and shutil.which("compute-sanitizer") is None:
-        result.fault("sanitizers", "compute-sanitizer must be on the PATH; it comes with the CUDA toolkit", again)
+        result.fault("sanitizers", "compute-sanitizer must be on the PATH: see docs/reliability.md", again)
         return result
     with tempfile.TemporaryDirectory() as out:
         scale = SCALES[settings.device] * settings.scale

@@ -124,7 +124,7 @@ def generate_in_threads(settings: Settings, result: Result) -> None:
 
     again, device = command(settings, "threads"), settings.device
     rounds = settings.count(GENERATES)
-    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "disable_compile": True}
     for family in ("llama", "gemma3"):
         batches = [
             {name: tensor.to(device) for name, tensor in models.prompts(lens, seed=seed).items()}

@@ -16,7 +16,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
 import torch_paged_kv
 from torch_paged_kv import _models
@@ -171,15 +171,38 @@ def randomise(model: Any, seed: int = 0) -> Any:
 
 
 def draft_of(model: Any) -> Any:
-    """A draft model that agrees with `model` often, not always: some of its tokens are taken, some rolled back."""
-    if Version("5.17") > RELEASE and model.config.model_type != "llama":
-        return tiny("llama", seed=1)  # the draft's own DynamicCache cannot roll sliding layers back there
+    """A draft model that agrees with `model` often, not always: some of its tokens are taken, some rolled back.
+
+    It drafts several tokens a round, however sure it is of them, so that what is rolled back does not depend on how
+    the machine rounds. Where sliding layers of a `DynamicCache` cannot be rolled back, it drafts over a paged cache.
+    """
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         weight = draft.get_output_embeddings().weight
         weight.add_(torch.randn(weight.shape, generator=generator) * 0.03)
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    draft.generation_config.num_assistant_tokens = 4
+    if model.config.model_type in ("mistral", "gemma3_text", "gpt_oss") and not dynamic_windows_roll_back():
+        torch_paged_kv.patch(draft, block_size=4)
     return draft
+
+
+@functools.cache
+def dynamic_windows_roll_back() -> bool:
+    """Whether a `DynamicCache` with sliding layers can be an assistant's in this release of Transformers.
+
+    In the older ones such a layer refuses to be cropped once its window is full. In some later ones it gives more keys
+    than its mask has columns as soon as a round drafts two tokens.
+    """
+    cache: Any = DynamicCache(config=transformers.MistralConfig(**_sizes(sliding_window=WINDOW)))
+    if not hasattr(cache, "activate_past_recording"):
+        return False
+    cache.activate_past_recording()
+    for length in (WINDOW + 1, 1):
+        masked = cache.get_mask_sizes(length, 0)[0]
+        keys, _ = cache.update(torch.zeros(1, 2, length, 16), torch.zeros(1, 2, length, 16), 0)
+    return bool(keys.shape[-2] == masked)
 
 
 # ---------------------------------------------------------------------------------------------------- real small models
@@ -187,10 +210,26 @@ def draft_of(model: Any) -> Any:
 
 @functools.cache
 def real(name: str, device: str = "cpu") -> tuple[Any, Any]:
-    """(model, tokenizer) of a packaged real model in float32."""
-    folder = _models.resolve(name)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder, padding_side="left")
+    """(model, tokenizer, which pads at the left) of a packaged real model in float32."""
+    return _models.load(name, torch.float32, device)
+
+
+# -------------------------------------------------------------------------------------------------------------- compile
+
+
+def counting_compiler() -> tuple[list[Any], Any]:
+    """(graphs, compile_config for `generate`): each graph that is compiled is put into the list, and run as it is."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    no_mode: dict[str, Any] = {"mode": None}
+    config: Any = transformers.CompileConfig(backend=backend, fullgraph=True, **no_mode)
+    config._compile_all_devices = True  # by itself it compiles on accelerators only
+    torch._dynamo.reset()
+    return graphs, config
 
 
 # --------------------------------------------------------------------------------------------------------------- caches

@@ -190,6 +190,17 @@ class AttentionCase:
         self.query.new_full((*self.query.shape[:2], self.value_cache.shape[-1]), float("nan"))
         return function(*self.tensors(), **(self.options | changes))
 
+    def assert_threads_do_not_matter(self, counts: Sequence[int]) -> None:
+        """The same bits on a CPU whatever the number of threads."""
+        before, outs = torch.get_num_threads(), []
+        try:
+            for count in counts:
+                torch.set_num_threads(count)
+                outs.append(self.run())
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
     def in_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out, lse) by the reference, computed in `dtype`."""
         return reference.attention_in(dtype, *self.tensors(), **self.options)

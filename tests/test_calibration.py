@@ -123,9 +123,6 @@ def test_encoder_decoders_are_refused() -> None:
 class Letters:
     """A tokenizer of one token a letter, which pads at the left."""
 
-    pad_token = "-"
-    eos_token = "-"
-
     def __call__(self, texts: list[str], **settings: Any) -> BatchEncoding:
         rows = [[3 + ord(letter) % (models.VOCAB - 4) for letter in text] for text in texts]
         width = max(map(len, rows))

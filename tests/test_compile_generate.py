@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
-from transformers import CompileConfig
 
 from torch_paged_kv import OutOfBlocksError, PagedKVCache
 
@@ -133,17 +132,9 @@ def test_a_compiled_step_that_runs_out_of_blocks_raises() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_generate_compiles_its_decode_steps_once(family: str) -> None:
     """As Transformers does it by itself for a cache that says it can be compiled; padded, over many block edges."""
-    model, batch, graphs = models.tiny(family), models.prompts([models.PROMPT, 5]), []
+    model, batch = models.tiny(family), models.prompts([models.PROMPT, 5])
     settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    no_mode: dict[str, Any] = {"mode": None}
-
-    compiled: Any = CompileConfig(fullgraph=True, backend=count, **no_mode)
-    compiled._compile_all_devices = True  # by itself it compiles on accelerators only
+    graphs, compiled = models.counting_compiler()
     expected = model.generate(**batch, **settings)
     cache = PagedKVCache(model.config, block_size=3, num_tokens=400)
     assert torch.equal(model.generate(**batch, **settings, past_key_values=cache, compile_config=compiled), expected)
@@ -157,9 +148,7 @@ def test_generate_compiles_its_decode_steps_once(family: str) -> None:
 def test_the_host_raises_before_a_compiled_step_runs_out() -> None:
     model, batch = models.tiny("llama"), models.prompts([9])
     cache = PagedKVCache(model.config, block_size=4, num_blocks=5)
-    no_mode: dict[str, Any] = {"mode": None}
-    compiled: Any = CompileConfig(fullgraph=True, backend="eager", **no_mode)
-    compiled._compile_all_devices = True
+    _, compiled = models.counting_compiler()
     with pytest.raises(OutOfBlocksError, match="wanted 1, free 0"):
         model.generate(**batch, max_new_tokens=30, eos_token_id=None, past_key_values=cache, compile_config=compiled)
     assert cache.seq_lens() == [20]

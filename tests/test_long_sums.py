@@ -31,15 +31,7 @@ def test_long_float32_sums_follow_the_rule(q_len: int, keys: int, deterministic:
 def test_deterministic_does_not_depend_on_the_threads(q_len: int, dtype: torch.dtype) -> None:
     """One thread sums part after part, several sum the same parts beside each other."""
     case = attention_case([q_len], [5000], num_heads=4, head_size=64, dtype=dtype, deterministic=True)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(case.run())
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    case.assert_threads_do_not_matter((1, 2, 5))
 
 
 MEMORY = """

@@ -426,16 +426,7 @@ def test_repeats_are_bit_equal(device: torch.device) -> None:
 
 def test_threads_do_not_matter_when_deterministic() -> None:
     case = attention_case([1, 30, 1], [2000, 130, 7], dtype=torch.bfloat16, deterministic=True)
-    threads = torch.get_num_threads()
-    outs = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            outs.append(case.run())
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    case.assert_threads_do_not_matter((1, 2, 3))
 
 
 # ---- long and odd ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sta
 
 import torch_paged_kv
 from torch_paged_kv import PagedKVCache
+from torch_paged_kv.integrations import patching
 from torch_paged_kv.integrations.transformers import path_counts
 
 pytestmark = [
@@ -67,6 +68,32 @@ def test_beams_and_drafts_under_a_patch() -> None:
         expected = model.generate(**batch, **SETTINGS, **settings).sequences
         with torch_paged_kv.paged(model), torch_paged_kv.paged(draft):
             assert torch.equal(model.generate(**batch, **SETTINGS, **settings).sequences, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss"])
+def test_drafts_over_a_paged_cache(family: str) -> None:
+    """Several drafts a round, some of them rolled back, some the very token that pads: and greedy tokens."""
+    model, ids = models.tiny(family), models.prompts([9])["input_ids"]
+    draft = models.draft_of(model)
+    settings: dict[str, Any] = SETTINGS | {"max_new_tokens": 16, "eos_token_id": models.EOS}
+    expected = model.generate(ids, **settings, pad_token_id=models.PAD).sequences
+    cropped: list[int] = []
+
+    class Watched(PagedKVCache):
+        def crop(self, tokens: Any) -> None:
+            before = self.seen
+            super().crop(tokens)
+            cropped.append(before - self.seen)
+
+    drafted = expected[0, 9:-1].tolist()
+    for pad in sorted(set(drafted) - set(ids[0].tolist()))[:4]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(patching, "PagedKVCache", Watched)
+            with torch_paged_kv.paged(draft, block_size=4):
+                cache = PagedKVCache(model.config, block_size=4)
+                output = model.generate(ids, past_key_values=cache, **settings, pad_token_id=pad, assistant_model=draft)
+        assert torch.equal(output.sequences, expected)
+    assert min(cropped) <= 1 < max(cropped)  # rounds most of whose drafts were right, and others
 
 
 def test_encoder_decoder_models_page_the_decoder_only() -> None:

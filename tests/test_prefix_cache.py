@@ -19,7 +19,6 @@ from models import Caches
 from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CompileConfig
 
 import torch_paged_kv
 from torch_paged_kv import OutOfBlocksError, PagedKVCache, PrefixCache, StaticScales
@@ -644,16 +643,7 @@ def test_patched_models_share_what_they_computed(llama: Any) -> None:
 @pytest.mark.skipif(models.RELEASE.major < 5, reason="generate compiles no cache of ours in this release")
 def test_compiled_decode_steps(llama: Any) -> None:
     """One graph serves prompts that were computed and prompts that were found; evictions happen between its steps."""
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    no_mode: dict[str, Any] = {"mode": None}
-    config: Any = CompileConfig(backend=backend, fullgraph=True, **no_mode)
-    config._compile_all_devices = True
-    torch._dynamo.reset()
+    graphs, config = models.counting_compiler()
     prefix_cache = PrefixCache()
     cache = caches(prefix_cache, num_blocks=16).new(llama)
     for seed in (1, 2, 1, 3, 1):

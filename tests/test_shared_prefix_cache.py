@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CompileConfig
 
 from torch_paged_kv import PrefixCache
 from torch_paged_kv import cache as core
@@ -187,16 +186,7 @@ def test_parallel_samples() -> None:
 @pytest.mark.skipif(models.RELEASE.major < 5, reason="generate compiles no cache of ours in this release")
 def test_compiled_steps_find_it_in_the_graph() -> None:
     """One graph, whatever is shared; prompts of other lengths, and rows that share nothing, run through it."""
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    no_mode: dict[str, Any] = {"mode": None}
-    config: Any = CompileConfig(backend=backend, fullgraph=True, **no_mode)
-    config._compile_all_devices = True
-    torch._dynamo.reset()
+    graphs, config = models.counting_compiler()
     model = models.tiny("llama")
     cache = models.paged(num_blocks=80, prefix_cache=PrefixCache(), share_prefix_reads=True).new(model)
     begin = models.prompts([24])["input_ids"].repeat(3, 1)

@@ -85,7 +85,19 @@ def load(model: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
     name = resolve(model)
     auto_tokenizer: Any = AutoTokenizer
     loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return loaded.to(device).eval(), auto_tokenizer.from_pretrained(name, padding_side="left")
+    tokenizer = auto_tokenizer.from_pretrained(name, padding_side="left")
+    return loaded.to(device).eval(), with_padding(tokenizer, loaded.config)
+
+
+def with_padding(tokenizer: Any, config: Any) -> Any:
+    """`tokenizer`, which can pad now if it could not: with the token of the model's `config`, else with the last one.
+
+    What pads is masked, so any token does; generation wants the one that the model itself pads with.
+    """
+    if tokenizer.pad_token_id is None:
+        token = getattr(config, "pad_token_id", None)
+        tokenizer.pad_token = tokenizer.eos_token if token is None else tokenizer.convert_ids_to_tokens(token)
+    return tokenizer
 
 
 def available(model: str) -> bool:
@@ -121,8 +133,9 @@ def _convert(parts: Iterable[Path], folder: Path) -> None:
             del model.config.quantization_config
         (scratch / "model.gguf").unlink()
         model.save_pretrained(scratch)
+        _adopt_special_tokens(tokenizer, model.config)
         tokenizer.save_pretrained(scratch)
-        _serve_older_releases(scratch)
+        _serve_every_release(scratch)
         try:
             scratch.rename(folder)
         except OSError:  # another process was first: its copy is as good
@@ -132,9 +145,22 @@ def _convert(parts: Iterable[Path], folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _serve_older_releases(folder: Path) -> None:
-    """Adds what releases before 5.0 read from the two config files; newer ones ignore it."""
+def _adopt_special_tokens(tokenizer: Any, config: Any) -> None:
+    """Gives the tokenizer the special tokens of its model: from a GGUF file some releases read none, or wrong ones."""
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = getattr(config, f"{name}_id", None)
+        if isinstance(token, int):
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
+    with_padding(tokenizer, config)
+
+
+def _serve_every_release(folder: Path) -> None:
+    """Makes the two config files read alike by every release, whichever wrote them."""
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    # The GGUF file's own numbers, which some releases save beside the tokens and read again.
+    tokenizer = {key: value for key, value in tokenizer.items() if not key.endswith("_token_id")}
+    tokenizer["clean_up_tokenization_spaces"] = False
+    # What releases before 5.0 read; newer ones ignore it.
     tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     tokenizer["model_input_names"] = ["input_ids", "attention_mask"]
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2, ensure_ascii=False))

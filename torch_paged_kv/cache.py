@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .arguments import check_arguments, kind_of
 from .errors import OutOfBlocksError
 from .layout import LayerKind, LayerPlace, LayerShape, LayerTensors, cache_views, place_layers
 from .lengths import Lengths, is_right_aligned, right_align
+from .packing import packed, packed_mask, unpacked
 from .pool import blocks_for
-from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, StaticScales, choose_scales, layer_block_bytes, scale_views
+from .scales import EIGHT_BIT_DTYPES, LayerScales, Scales, layer_block_bytes, scale_views
 from .shared_prefix import MAX_QUERIES, MIN_SAVED, SharedPrefixes, shared_prefix_attention
 from .sizing import affordable_blocks, blocks_to_come, growth
 from .step import Padding, Progress, Step
 from .storage import KVPool, Rows
-
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BIT_DTYPES)
 
 
 class PagedKVCache(nn.Module):
@@ -75,9 +75,9 @@ class PagedKVCache(nn.Module):
         super().__init__()
         sizes = {"num_blocks": num_blocks, "num_tokens": num_tokens, "bytes": bytes, "fraction": fraction}
         self._size: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        _check_arguments(self._size, block_size, dtype, scales, windows, pool)
+        check_arguments(self._size, block_size, dtype, scales, windows, pool)
         self.block_size = block_size if pool is None else pool.block_size
-        self.dtype, self.scales = _kind(dtype, scales, pool)
+        self.dtype, self.scales = kind_of(dtype, scales, pool)
         self.share_prefix_reads = share_prefix_reads
         self._layer_scales = None if self.scales is None else LayerScales(self.scales)
         self._gathered_dtype: torch.dtype | None = None  # of an 8-bit cache: that of the first key
@@ -192,7 +192,7 @@ class PagedKVCache(nn.Module):
             return
         if length == 1 and mask.device.type != "cpu":
             return  # likewise, and looking would cost a sync per step
-        self._check_history(mask, length)
+        self._mirror().check_mask(mask, length)
         if not real.all():
             order = None if is_right_aligned(real) else right_align(real)
             progress.padding = Padding(real.sum(1, dtype=torch.int32), real.cpu(), order)
@@ -264,7 +264,7 @@ class PagedKVCache(nn.Module):
         if self._spread:
             step = begun.on(key.device)
         if length > 1:  # the ops take one token of each row as it is
-            key, value = _packed(key, step), _packed(value, step)
+            key, value = packed(key, step), packed(value, step)
         slots = step.slot_mapping[self._places[layer].group]
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         begun.written = step.written = layer
@@ -311,9 +311,9 @@ class PagedKVCache(nn.Module):
                 return self._attend_together(step, layer, query, shared, scale, softcap, sinks)
         tensors = step.tensors if layer == step.written else None
         key_cache, value_cache, key_scale, value_scale = tensors or self.caches(layer)
-        one_token = step.length == 1
+        compiling = mask is not None and torch.compiler.is_compiling()
         out = ops.paged_attention(
-            query if one_token else _packed(query, step),
+            query if step.length == 1 else packed(query, step),
             key_cache,
             value_cache,
             step.block_table[self._places[layer].group],
@@ -328,17 +328,9 @@ class PagedKVCache(nn.Module):
             alibi_slopes=alibi_slopes,
             key_scale=key_scale,
             value_scale=value_scale,
-            mask=None if mask is None else self._packed_mask(mask, step),
+            mask=None if mask is None else packed_mask(mask, step, None if compiling else self._mirror()),
         )
-        if one_token and step.num_new is None:
-            return out
-        out = out.view(step.num_seqs, step.length, *out.shape[-2:])
-        if step.num_new is not None and mask is None:  # padding is on earlier positions now, would see keys before them
-            position = torch.arange(step.length, device=out.device)
-            out.masked_fill_((position < step.length - step.num_new[:, None])[:, :, None, None], 0)
-        if step.order is None:
-            return out
-        return out.gather(1, torch.argsort(step.order, dim=1)[:, :, None, None].expand(out.shape))
+        return unpacked(out, step, masked=mask is not None)
 
     def _shared_prefixes(self, step: Step, group: int) -> SharedPrefixes | None:
         """Which rows read blocks together in a step, found once for all layers of a group. None: each reads its own."""
@@ -367,7 +359,7 @@ class PagedKVCache(nn.Module):
         """`attend` of a step without padding, whose rows read some of their blocks together."""
         key_cache, value_cache, key_scale, value_scale = self.caches(layer)
         out = shared_prefix_attention(
-            _packed(query, step),
+            packed(query, step),
             key_cache,
             value_cache,
             shared,
@@ -442,7 +434,7 @@ class PagedKVCache(nn.Module):
         if self._pool is None:
             self._pool, self._views = pool, pool.views
             if self.dtype is None:
-                self.dtype, self.scales = _kind(None, "auto", pool)
+                self.dtype, self.scales = kind_of(None, "auto", pool)
                 self._layer_scales = None if self.scales is None else LayerScales(self.scales)
 
     def prepare(self, layers: dict[int, LayerKind]) -> None:
@@ -847,77 +839,3 @@ class PagedKVCache(nn.Module):
         self._hold(rows)
         self._lengths = Lengths.of(num_seqs)
         return rows
-
-    def _check_history(self, mask: Tensor, length: int) -> None:
-        lengths = self._mirror()
-        if mask.shape[1] != lengths.seen + length:
-            raise ValueError(f"mask must have {lengths.seen} + {length} positions, got {mask.shape[1]}")
-        if lengths.seen and mask[:, :-length].sum(1).tolist() != lengths.lens:
-            raise ValueError(
-                "mask must keep the padding of earlier steps: the rows hold "
-                f"{lengths.lens} tokens, got {mask[:, :-length].sum(1).tolist()}"
-            )
-
-    def _packed_mask(self, mask: Tensor, step: Step) -> Tensor:
-        """``[num_seqs or 1, num_heads or 1, length, seen]`` to ``[num_tokens, num_heads or 1, seen]``."""
-        mask = mask.expand(step.num_seqs, -1, step.length, -1)
-        if step.order is not None:
-            mask = mask.gather(2, step.order[:, None, :, None].expand(mask.shape))
-        if not torch.compiler.is_compiling():
-            mask = self._aligned_columns(mask)
-        if mask.dtype != torch.bool:
-            mask = mask.float()
-        return mask.transpose(1, 2).flatten(0, 1)
-
-    def _aligned_columns(self, mask: Tensor) -> Tensor:
-        lengths = self._mirror()
-        if mask.shape[3] != lengths.seen:
-            raise ValueError(f"mask must have a column for each of the {lengths.seen} positions, got {mask.shape[3]}")
-        if lengths.gapless:
-            return mask
-        columns = right_align(lengths.stored()).to(mask.device)
-        return mask.gather(3, columns[:, None, None, :].expand(mask.shape))
-
-
-def _packed(states: Tensor, step: Step) -> Tensor:
-    """``[num_seqs, num_heads, length, head_size]`` -> ``[num_tokens, num_heads, head_size]``, rows' tokens at right."""
-    if step.length == 1:
-        return states.squeeze(2)
-    if step.order is not None:
-        states = states.gather(2, step.order[:, None, :, None].expand(states.shape))
-    return states.transpose(1, 2).flatten(0, 1)
-
-
-def _kind(dtype: torch.dtype | None, scales: Scales, pool: KVPool | None) -> tuple[torch.dtype | None, Scales]:
-    """Dtype and scales of a cache; left open, they are those of its pool if that holds 8-bit blocks."""
-    if dtype is None and scales == "auto" and pool is not None and pool.num_lanes > 0:
-        stored = pool.lane(0).dtype
-        if stored in EIGHT_BIT_DTYPES:
-            return stored, pool.scales
-    return dtype, choose_scales(dtype, scales)
-
-
-def _check_arguments(
-    size: dict[str, Any],
-    block_size: int,
-    dtype: torch.dtype | None,
-    scales: Scales,
-    windows: Sequence[int | None] | None,
-    pool: KVPool | None,
-) -> None:
-    if len(size) + (pool is not None) > 1:
-        raise ValueError(f"at most one of num_blocks, num_tokens, bytes, fraction and pool must be given, got {size}")
-    for name, value in size.items():
-        if value <= 0:
-            raise ValueError(f"{name} must be positive, got {value}")
-    if size.keys() & {"bytes", "fraction"} and windows is None:
-        raise ValueError("bytes and fraction must come with the model's config, which tells how many layers there are")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    if dtype is not None and dtype not in CACHE_DTYPES:
-        raise ValueError(f"dtype must be one of {CACHE_DTYPES}, got {dtype}")
-    if isinstance(scales, StaticScales) and windows is not None and scales.num_layers != len(windows):
-        raise ValueError(f"scales must have a scale for each of {len(windows)} layers, got {scales.num_layers}")
-    for window in windows or ():
-        if window is not None and window < 1:
-            raise ValueError(f"windows must be positive or None, got {window}")

@@ -56,7 +56,6 @@ def main(arguments: argparse.Namespace) -> int:
 
     quiet()
     model, tokenizer = _models.load(arguments.model, getattr(torch, arguments.dtype), arguments.device)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     prompts = arguments.prompt or list(PROMPTS)
     batch = encode(tokenizer, prompts).to(model.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -84,6 +84,20 @@ class Lengths:
         kept_parts = [part for part in self.segments if part.start < length]
         self.segments = [Segment(part.start, part.real[:, : length - part.start]) for part in kept_parts]
 
+    def check_mask(self, mask: Tensor, length: int) -> None:
+        """Check bool ``[num_seqs, seen + length]``: where earlier positions and ``length`` new ones hold a token.
+
+        Raises:
+            ValueError: it speaks of another number of positions, or contradicts what earlier steps stored.
+        """
+        if mask.shape[1] != self.seen + length:
+            raise ValueError(f"mask must have {self.seen} + {length} positions, got {mask.shape[1]}")
+        if self.seen and mask[:, :-length].sum(1).tolist() != self.lens:
+            raise ValueError(
+                "mask must keep the padding of earlier steps: the rows hold "
+                f"{self.lens} tokens, got {mask[:, :-length].sum(1).tolist()}"
+            )
+
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes row ``rows[i]``."""
         self.lens = [self.lens[row] for row in rows]

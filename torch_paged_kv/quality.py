@@ -84,7 +84,6 @@ class Meter:
         # Models that can are spared the logits of the prompts.
         keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.last_logits = {"logits_to_keep": new} if keep else {}
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         self.batch = self._encode(tokenizer, prompts)
         self.text = self._encode(tokenizer, [text])["input_ids"]  # [1, length]
         self.samples = [self._encode(tokenizer, [sample]) for sample in CALIBRATION]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_kv.integrations.transformers import PagedKVCache, PagedLayer
+from torch_paged_kv.integrations.layers import PagedLayer
+from torch_paged_kv.integrations.transformers import PagedKVCache
 from torch_paged_kv.reference import MAX_OF_DTYPE
 from torch_paged_kv.scales import EIGHT_BIT_DTYPES, StaticScales
 from torch_paged_kv.step import Step

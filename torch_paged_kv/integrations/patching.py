@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from torch_paged_kv.integrations.generation import CACHE_NAMES, PREPARE, tell_length
@@ -33,6 +35,9 @@ def patch(model: Any, **arguments: Any) -> None:
     @functools.wraps(prepare)
     def prepare_paged(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         given = {name for name in CACHE_NAMES if model_kwargs.get(name) is not None}
+        if _is_assistant(generation_config) and not model.config.is_encoder_decoder:
+            for name in given:
+                _keep_drafts(model_kwargs, model_kwargs[name])
         prepare(model, generation_config, model_kwargs, *args, **kwargs)
         for name in set(CACHE_NAMES) - given:
             made = model_kwargs.get(name)
@@ -44,7 +49,7 @@ def patch(model: Any, **arguments: Any) -> None:
             elif type(getattr(made, "self_attention_cache", None)) is DynamicCache:
                 made.self_attention_cache = paged
             tell_length(paged, generation_config, *args, **kwargs)
-            if getattr(generation_config, "is_assistant", False):
+            if _is_assistant(generation_config):
                 paged.activate_past_recording()
 
     setattr(model, PREPARE, prepare_paged)
@@ -68,5 +73,23 @@ def paged(model: Any, **arguments: Any) -> Iterator[Any]:
             setattr(model, PREPARE, before)
 
 
+def _keep_drafts(model_kwargs: dict[str, Any], cache: Any) -> None:
+    """Make the mask of an assistant's next drafts keep what its cache holds, all of whose later tokens are real.
+
+    Without a mask, `generate` guesses one from the token that pads, at each call anew: a drafted token that happens to
+    be that one would be taken back, after it was stored.
+    """
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(cache, PagedKVCache) and isinstance(mask, Tensor) and mask.dim() == 2 and cache.seen:
+        stored = cache.stored().to(mask)  # [num_seqs, seen]
+        model_kwargs["attention_mask"] = torch.cat([stored, torch.ones_like(mask[:, cache.seen :])], dim=1)
+
+
 def _replaces(generation_config: Any) -> bool:
-    return generation_config.cache_implementation in (None, "dynamic")
+    # Some releases want an assistant's cache without windows, as theirs cannot be rolled back; a paged one can.
+    kinds = (None, "dynamic", "dynamic_full") if _is_assistant(generation_config) else (None, "dynamic")
+    return generation_config.cache_implementation in kinds
+
+
+def _is_assistant(generation_config: Any) -> bool:
+    return bool(getattr(generation_config, "is_assistant", False))

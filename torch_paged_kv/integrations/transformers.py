@@ -1,10 +1,9 @@
 """PagedKVCache for Transformers (4.57 and newer): goes wherever a ``DynamicCache`` goes, on an untouched model.
 
 How attention finds the cache: ``update`` stores the new keys and values and returns them with a handle on the key
-tensor. Every attention function that a model looks up is given out behind :func:`_attend`, which takes the paged path
-if the key carries a handle and otherwise calls the function with the same arguments. Likewise every mask function is
-behind :func:`_make_mask`, which steps in only if the key length it is given came from a paged cache. So ordinary
-forwards, other caches and training see the functions they always saw.
+tensor. What a model looks up to attend and to make masks is given out behind the functions of :mod:`.seams`, which take
+the paged path if the key carries a handle, or the key length came from a paged cache, and otherwise call what was
+looked up with the same arguments. So ordinary forwards, other caches and training see the functions they always saw.
 
 ``generate`` tells a paged cache how long it will become (:mod:`.generation`), and nothing else of it changes.
 
@@ -16,22 +15,19 @@ here is refused at its second layer rather than answered wrongly.
 from __future__ import annotations
 
 import copy
-import functools
-import importlib.util
-import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, masking_utils, modeling_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from torch_paged_kv import cache as core
-from torch_paged_kv.integrations import families, generation
+from torch_paged_kv.integrations import families, generation, seams
 from torch_paged_kv.integrations import prefix as prefix_hooks
+from torch_paged_kv.integrations.layers import Handle, PagedLayer
 from torch_paged_kv.layout import LayerShape
 from torch_paged_kv.prefix import Batch, PrefixCache
 from torch_paged_kv.scales import Scales
@@ -40,16 +36,7 @@ from torch_paged_kv.storage import KVPool
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
-_collector: Any = None  # of what hooks collect in the running forward
-if importlib.util.find_spec("transformers.utils.output_capturing"):  # since Transformers 5
-    _collector = getattr(importlib.import_module("transformers.utils.output_capturing"), "_active_collector", None)
-
 GATHERED_MODELS = families.gathered(VERSION)
-
-# Attention implementations whose meaning the ops reproduce. None: a config that no model has taken yet.
-REPLACED_ATTENTION = frozenset(
-    [None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
-)
 
 _counts = {"direct": 0, "gathered": 0}
 
@@ -62,110 +49,6 @@ def path_counts() -> dict[str, int]:
 def _count(path: str) -> None:
     if not torch.compiler.is_compiling():
         _counts[path] += 1
-
-
-@dataclass(slots=True)
-class Handle:
-    """What the key tensor returned by ``update`` carries."""
-
-    cache: PagedKVCache
-    layer: PagedLayer
-    step: Step
-
-
-class KeyLength(int):
-    """A number of key positions that remembers which cache it is of, on its way to the mask function."""
-
-    def __new__(cls, length: int, owner: PagedKVCache) -> KeyLength:
-        """An int with an owner."""
-        number = super().__new__(cls, length)
-        number.owner = owner
-        return number
-
-    owner: PagedKVCache
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer of a :class:`PagedKVCache` as Transformers sees it; the cache does the work for all of them."""
-
-    is_croppable = True
-    supports_early_init = False
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """As the cache."""
-        return self.owner.is_compileable
-
-    def __init__(self, owner: PagedKVCache, index: int, window: int | None) -> None:
-        self._owner = weakref.ref(owner)  # a strong one would keep a dropped cache, and its blocks, until the next gc
-        self.index = index  # among the paged layers
-        self.window = window
-        self.is_sliding = window is not None
-        if window is not None:
-            self.sliding_window = window
-            self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
-
-    @property
-    def owner(self) -> PagedKVCache:
-        """The cache that the layer is of."""
-        owner = self._owner()
-        if owner is None:
-            raise RuntimeError("the layer must be used while its PagedKVCache lives")
-        return owner
-
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the layer was written."""
-        return self.owner.is_written(self.index)
-
-    @property
-    def record_past(self) -> bool:
-        """Whether blocks behind the window are kept until the next crop."""
-        return self.owner.keeps_past
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        self.owner.keep_past(value)
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Gathered keys ``[num_seqs, num_kv_heads, seen, head_size]``, a copy; None before the first update."""
-        return self.owner.gather(self.index)[0] if self.is_initialized else None
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """Gathered values ``[num_seqs, num_kv_heads, seen, head_size_v]``, a copy; None before the first update."""
-        return self.owner.gather(self.index)[1] if self.is_initialized else None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Nothing: the first update does it."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; return what the model's attention shall be given."""
-        owner = self.owner
-        return owner.update(key_states, value_states, owner.layers.index(self))
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Number of key positions with the coming ones, and the first of them."""
-        return self.owner.mask_sizes(query_length)
-
-    def get_seq_length(self, cache_position: Tensor | None = None) -> int:
-        """Positions seen so far, padding included; inside a compiled graph a 0-dim tensor."""
-        return self.owner.seen_by(self.index)
-
-    def get_max_length(self) -> int:
-        """-1: a layer has no maximum of its own, the pool has."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def offload(self) -> None:
-        """Move the keys and values to host memory. Attention moves them back if :meth:`prefetch` has not."""
-        self.owner.move_out(self.index)
-
-    def prefetch(self) -> None:
-        """Move the keys and values back to the layer's device."""
-        self.owner.move_in(self.index)
 
 
 class PagedKVCache(core.PagedKVCache, DynamicCache):
@@ -278,7 +161,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         if not self._direct:
             _count("gathered")
             key, value = self.gather(layer.index)
-            return _without_backward(key, key_states), _without_backward(value, value_states)
+            return seams.without_backward(key, key_states), seams.without_backward(value, value_states)
         if key_states.requires_grad:
             key = key_states.view_as(key_states)
         # `key` is an object of its own, so that nothing else carries the handle.
@@ -334,7 +217,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             sinks=None if sinks is None else sinks.detach(),
             mask=attention_mask,
         )
-        return (_without_backward(out, query) if requires_grad else out), None
+        return (seams.without_backward(out, query) if requires_grad else out), None
 
     def forgo(self, handle: Handle) -> None:
         """The layer attends to the new keys and values themselves, which must be all that it holds."""
@@ -361,7 +244,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         if mask.dtype == torch.bool:
             lowest = torch.finfo(query.dtype).min
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, lowest)
-        return _without_backward(key, query), _without_backward(value, query), mask
+        return seams.without_backward(key, query), seams.without_backward(value, query), mask
 
     def _padding_attends(self, step: Step) -> bool:
         """Whether padding follows tokens of its row, and attends to them.
@@ -385,13 +268,13 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         if torch.compiler.is_compiling():
             # No number of positions would stay true, and the direct path needs none. The tracer knows no subclasses of
             # int; the mask function follows within the same trace.
-            _traced_owner[0] = self
+            seams.traced_owner[0] = self
             return length, 0
         self._choose_path()  # the model's attention implementation may have been set since
         if self._expected is not None and self._lengths.seen >= self._expected.length:
             self.register_prompts()
         self.announce(length)
-        return KeyLength(self._mirror(exact=length > 1).seen + length, self), 0
+        return seams.KeyLength(self._mirror(exact=length > 1).seen + length, self), 0
 
     @property
     def is_compileable(self) -> bool:
@@ -432,11 +315,11 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
             return original(**arguments)
         length = arguments["q_length"] if "q_length" in arguments else arguments["cache_position"].shape[0]
         self.pad(arguments.get("attention_mask"), length)
-        if _is_plain(arguments, length):
+        if seams.is_plain(arguments, length):
             # Where generate makes the masks ahead, a model makes its own from None, and would forget the padding; a
             # mask of four dimensions it takes as it is.
             return None if self._progress.padding is None else torch.empty(0, 1, 1, 1, device=arguments.get("device"))
-        return _sdpa_mask(**(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+        return seams.sdpa_mask(**(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
 
     def seen_by(self, index: int) -> int:
         """Positions a paged layer has seen: those of the running step only once it has written them."""
@@ -577,7 +460,7 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
 
     def _choose_path(self) -> None:
         if self._mode == "auto" and self._config is not None and not torch.compiler.is_compiling():
-            direct = not (self._is_gathered or _needs_gather(self._text_config._attn_implementation))
+            direct = not (self._is_gathered or seams.needs_gather(self._text_config._attn_implementation))
             if direct != self._direct:  # a module's attributes are slow to set
                 self._direct = direct
 
@@ -602,119 +485,5 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         )
 
 
-def _needs_gather(attention: str | None) -> bool:
-    """Whether an attention implementation must be given gathered keys and values."""
-    if attention == "eager" and not hasattr(modeling_utils.AttentionInterface, "get_interface"):
-        return True  # before Transformers 5 eager attention is not looked up
-    return attention not in REPLACED_ATTENTION  # a function of the user's own, whose meaning we do not know
-
-
-# ---- the two seams ------------------------------------------------------------------------------------------------
-
-_traced_owner: list[PagedKVCache | None] = [None]  # asked for mask sizes; only ever set within one trace
-
-
-def _make_mask(original: Callable[..., Any], **arguments: Any) -> Any:
-    if torch.compiler.is_compiling():
-        owner, _traced_owner[0] = _traced_owner[0], None
-    else:
-        owner = getattr(arguments.get("kv_length"), "owner", None)
-    if owner is None:
-        return original(**arguments)
-    return owner.make_mask(original, arguments)
-
-
-def _attend(
-    original: Callable[..., Any],
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> Any:
-    handle: Handle | None = getattr(key, "_paged_kv", None)
-    if handle is None:
-        return original(module, query, key, value, attention_mask, **kwargs)
-    step = handle.step
-    if query.shape[2] != step.length:  # cross attention: what the encoder gave, written once, is all there is
-        handle.cache.forgo(handle)
-        return original(module, query, key, value, attention_mask, **kwargs)
-    if _needs_dense(module, kwargs, step):
-        dense = handle.cache.dense(handle, query, attention_mask, kwargs.get("sliding_window"))
-        return original(module, query, *dense, **kwargs)
-    return handle.cache.attention(handle, module, query, attention_mask, **kwargs)
-
-
-def _needs_dense(module: torch.nn.Module, arguments: dict[str, Any], step: Step) -> bool:
-    """Whether something is asked of a layer that only its own implementation has: attention weights, dropout."""
-    config, asked = getattr(module, "config", None), step.asked
-    if asked is None or asked[0] is not config:
-        asked = (config, bool(getattr(config, "output_attentions", False)) or _collects_weights())
-        if step.eager:  # once a step, which lies in one forward: a config's attributes are slow to read
-            step.asked = asked
-    if asked[1] or arguments.get("output_attentions"):
-        return getattr(config, "_attn_implementation", None) == "eager"
-    return bool(arguments.get("dropout")) and getattr(config, "_attn_implementation", None) in ("eager", "sdpa")
-
-
-def _collects_weights() -> bool:
-    """Whether the running forward collects weights by hooks: some models take the argument for themselves."""
-    return _collector is not None and "attentions" in (_collector.get() or ())
-
-
-class _WithoutBackward(torch.autograd.Function):
-    """Identity whose backward refuses."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, source: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError("a forward through a PagedKVCache has no backward: train with use_cache=False")
-
-
-def _without_backward(values: Tensor, source: Tensor) -> Tensor:
-    """``values`` as made from ``source`` by an op for inference: usable in grad mode, but not to be trained through."""
-    if torch.is_grad_enabled() and source.requires_grad:
-        return _WithoutBackward.apply(values, source)  # type: ignore[no-any-return, no-untyped-call]
-    return values
-
-
-def _is_plain(arguments: dict[str, Any], length: int) -> bool:
-    """Whether a mask is causal, perhaps within a window, and nothing else."""
-    if torch.compiler.is_compiling():  # closures cannot be looked into while tracing
-        chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
-        chunked = chunk is not None and arguments.get("local_size") == chunk
-        return not chunked and not arguments.get("use_vmap") and (arguments.get("allow_is_causal_skip") or length == 1)
-    causal = masking_utils.causal_mask_function
-    function = arguments.get("mask_function", causal)
-    if function is causal:
-        return True
-    if not function.__qualname__.startswith("and_masks.<locals>"):
-        return False
-    parts = function.__closure__[0].cell_contents
-    return all(part is causal or part.__qualname__.startswith("sliding_window_overlay.<locals>") for part in parts)
-
-
-def _give_out_behind(interface: type, name: str) -> None:
-    """Make a look-up method of the attention interface give its functions out behind :func:`_attend`."""
-    look_up = getattr(interface, name)
-
-    @functools.wraps(look_up)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return functools.partial(_attend, look_up(self, *args, **kwargs))
-
-    setattr(interface, name, wrapped)
-
-
-_mask_functions: dict[str, Any] = masking_utils.AttentionMaskInterface._global_mapping
-_sdpa_mask = _mask_functions["sdpa"]
-for _name, _function in _mask_functions.items():
-    _mask_functions[_name] = functools.partial(_make_mask, _function)
-_give_out_behind(
-    modeling_utils.AttentionInterface,
-    "get_interface" if hasattr(modeling_utils.AttentionInterface, "get_interface") else "__getitem__",
-)
+seams.install()
 generation.tell_lengths()
