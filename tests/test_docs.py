@@ -8,8 +8,10 @@ import importlib.util
 import re
 import runpy
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urldefrag
 
 import pytest
 import yaml
@@ -143,9 +145,50 @@ def test_api_page_has_every_public_name() -> None:
         assert f"ops.{name}" in listed
 
 
+class Links(HTMLParser):
+    """What a page of the site can be reached by, and what it leads to."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.targets: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for attribute, value in attrs:
+            if attribute == "id":
+                self.names.add(value or "")
+            elif attribute in ("href", "src") and value and not re.match(r"[a-z]+:|//", value):
+                self.targets.append(value)
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links of the finished pages that lead to no file or no anchor, generated ones and pictures included."""
+    pages = {page.resolve(): Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
+    broken = []
+    for page, links in pages.items():
+        for link in links.targets:
+            path, anchor = urldefrag(link)
+            target = (page.parent / unquote(path)).resolve() if path else page
+            target = target / "index.html" if target.is_dir() else target
+            names = pages[target].names if target in pages else set()
+            if not target.is_file() or (anchor and target in pages and unquote(anchor) not in names):
+                broken.append(f"{page.relative_to(site.resolve())}: {link}")
+    return broken
+
+
+def test_link_check_finds_what_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "index.html").write_text('<h1 id="here">A</h1><a href="../#there">x</a><img src="none.svg">')
+    (tmp_path / "index.html").write_text('<a href="a/#here">x</a><a href="a/#gone">x</a><a href="https://b/c">x</a>')
+    expected = ["a/index.html: ../#there", "a/index.html: none.svg", "index.html: a/#gone"]
+    assert sorted(broken_links(tmp_path)) == expected
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="the docs extra is not installed")
 def test_site_builds_strictly(tmp_path: Path) -> None:
     # Not quietly: what is not logged is not counted as a warning.
     output(sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site")
     assert (tmp_path / "site" / "index.html").is_file()
+    assert broken_links(tmp_path / "site") == []
     assert "PagedKVCache" in (tmp_path / "site" / "api" / "index.html").read_text()
