@@ -15,6 +15,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 import yaml
+from test_checks import CASES, DEBUG_CASES
 from test_package import output
 
 import torch_paged_kv
@@ -87,13 +88,13 @@ def messages(tree: ast.AST, raised: set[str]) -> list[str]:
 
 @functools.cache
 def sources() -> str:
-    """Every string literal of the package and of the C++ host code, neighbours joined."""
+    """Every string literal of the package and of C++ and CUDA sources, neighbours joined."""
     texts = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
-    for path in (ROOT / "csrc").glob("*.cpp"):
+    for path in (ROOT / "csrc").rglob("*.[ch]*"):
         texts.append(" ".join(re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text())))
     return "\n".join(texts)
 
@@ -110,6 +111,16 @@ def test_explained_message_exists(entry: str) -> None:
     for part in re.split(r"…|(?:^|(?<= ))must |, got", entry):
         words = part.strip(" ,:.=")
         assert not words or words in texts, words
+
+
+OP_MESSAGES = sorted({text for cases in (CASES, DEBUG_CASES) for rules in cases.values() for _, text in rules})
+
+
+def test_every_rule_about_arguments_is_explained() -> None:
+    """All messages of the ops' checks, debug mode's included, match an entry."""
+    patterns = [re.compile(re.escape(entry).replace("…", ".*") + ".*") for entry in entries()]
+    assert len(OP_MESSAGES) > 100
+    assert [text for text in OP_MESSAGES if not any(pattern.fullmatch(text) for pattern in patterns)] == []
 
 
 def test_errors_without_an_argument_are_explained() -> None:
