@@ -38,7 +38,7 @@ def test_against_float64(dtype: torch.dtype, with_sinks: bool, device: torch.dev
 def test_every_size(dtype: torch.dtype, device: torch.device) -> None:
     """A part of the batch gives that part of the result, bit for bit: no tail of a vector is treated otherwise.
 
-    So the kernels promise. The reference is as torch's `logaddexp` is, which in some builds rounds a tail otherwise.
+    So the kernels promise. The reference does as torch's `logaddexp`, which rounds the tail of a vector otherwise.
     """
     kernels = torch._C._dispatch_has_kernel_for_dispatch_key("paged_kv::merge_attention_states", device.type.upper())
     tolerance = 0.0 if kernels else torch.finfo(torch.float32).eps
