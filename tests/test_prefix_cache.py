@@ -560,6 +560,26 @@ def test_ways_to_generate(family: str, scenario: str) -> None:
     assert (prefix_cache.stats()["hits"] == 0) == chunks_begin_anew
 
 
+@pytest.mark.parametrize("family", ["falcon", "bloom", "deepseek_v3", "gpt_oss", "gemma2"])
+def test_padding_that_gathered_models_store_is_not_remembered_as_tokens(family: str) -> None:
+    """What a padded batch leaves behind changes neither the same batch nor its prompts one by one, later."""
+    model = models.tiny(family)
+    prefix_cache = PrefixCache(max_tokens=400)
+    lengths, new = [models.PROMPT, 9, 6], {"max_new_tokens": 5}
+    batch = models.prompts(lengths)
+    expected = models.generate(model, batch, models.dynamic().new(model), **new)
+    for _ in range(2):
+        cache = caches(prefix_cache).new(model)
+        models.assert_same(models.generate(model, batch, cache, **new), expected)
+        prefix_cache.check(cache)
+    for row, length in enumerate(lengths):
+        alone = {name: tensor[row : row + 1, models.PROMPT - length :] for name, tensor in batch.items()}
+        whole = models.generate(model, alone, models.dynamic().new(model), **new)
+        for _ in range(2):
+            models.assert_same(models.generate(model, alone, caches(prefix_cache).new(model), **new), whole)
+    assert prefix_cache.stats()["hits"] >= 3
+
+
 def test_parallel_samples_hold_the_prompt_once(llama: Any) -> None:
     prefix_cache = PrefixCache(max_tokens=400)
     cache = caches(prefix_cache).new(llama)

@@ -96,6 +96,11 @@ class Prompt:
         last = len(self.tokens) - 1
         return length - 1 if last < 0 else int(self.positions[min(known, last)])
 
+    def held_in(self, stored: Tensor) -> int:
+        """How many of the tokens are the first ones of a row of a cache that holds ``stored``, bool ``[seen]``."""
+        held = stored.nonzero().flatten()[: len(self.positions)]
+        return int((held == self.positions[: len(held)]).cumprod(0).sum())
+
 
 @dataclass
 class Batch:
@@ -379,14 +384,19 @@ class PrefixCache:
         return self.register_batch(cache, self.batch(cache, input_ids[:, : stored.shape[1]], stored))
 
     def register_batch(self, cache: PagedKVCache, batch: Batch) -> int:
-        """:meth:`register` for prompts whose digests are known; the cache may hold more than them."""
+        """:meth:`register` for prompts whose digests are known; the cache may hold more than them.
+
+        Where keys are gathered a model's padding is stored like tokens: a padded row's blocks hold other tokens then
+        than its prompt's, and are not remembered.
+        """
         if cache.within_step:
             raise ValueError("the cache must be between two steps: every layer written")
         self.bind(cache, cache.pool)
         store, known = self._store, len(self._store.entries)
         self._make_room(batch)
         table: list[list[list[int]]] = cache.table().tolist()  # [num_groups][num_seqs][columns]
-        whole = [length // cache.block_size for length in cache.seq_lens()]
+        stored = cache.stored()  # [num_seqs, seen]
+        whole = [row.held_in(stored[index]) // cache.block_size for index, row in enumerate(batch.rows)]
         added: list[int] = []
         for row, chain in enumerate(batch.digests):
             columns = [list(blocks) for blocks in zip(*(group[row] for group in table), strict=True)]
