@@ -222,9 +222,14 @@ USES: dict[str, Callable[[str], Steps]] = {
 }
 
 
+def memory_of(pool: KVPool) -> list[Tensor]:
+    """A copy of all that a pool holds, as bytes: what nobody has written yet may be NaN."""
+    return [buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).clone() for buffer in pool.buffers()]
+
+
 def everything(steps: Steps) -> list[Any]:
     """All bytes of the pool, and what the caches say they hold. Memory that was never written may be NaN."""
-    memory = [buffer.contiguous().cpu().view(-1).view(torch.uint8).tolist() for buffer in steps.pool.buffers()]
+    memory = [part.tolist() for part in memory_of(steps.pool)]
     return [memory, [(cache.table().tolist(), cache.seq_lens(), cache.seen) for cache in steps.caches if cache.seen]]
 
 
@@ -587,12 +592,12 @@ def kill_one(
     lost = 0
     for file in [*([path] if path.exists() else []), *left]:
         target.reset()
-        before = [buffer.clone() for buffer in target.pool.buffers()]
+        before = memory_of(target.pool)
         try:
             load(target, file)
         except ValueError:
             assert file != path, "the file is neither the old nor the new one"
-            assert all(torch.equal(old, now) for old, now in zip(before, target.pool.buffers(), strict=True))
+            assert all(torch.equal(old, now) for old, now in zip(before, memory_of(target.pool), strict=True))
             result.counts["kills during save·unfinished files refused"] += 1
             continue
         held = target.gather(0)
