@@ -54,12 +54,13 @@ def sources(pattern: str) -> list[Path]:
 
 def extensions() -> list[Extension]:
     """Return the libraries to build: the CPU one always, the CUDA one iff a toolkit is found."""
-    headers = [str(path) for pattern in ("*.h", "*/*.h", "*/*.cuh", "*.map") for path in sources(pattern)]
+    # A source distribution made without a CUDA toolkit must have the CUDA sources all the same.
+    shipped = [str(path) for pattern in ("*.h", "*/*.h", "*/*.cuh", "*/*.cu", "*.map") for path in sources(pattern)]
     backend = [str(path.relative_to(SOURCE_DIR)) for path in sorted(Path(__file__).parent.glob("*.py"))]
 
     def library(name: str, patterns: tuple[str, ...]) -> Extension:
         files = [str(path) for pattern in patterns for path in sources(pattern)]
-        return Extension(name, files, depends=[*headers, *backend], py_limited_api=True)
+        return Extension(name, files, depends=[*shipped, *backend], py_limited_api=True)
 
     libraries = [library(CPU_LIBRARY, ("*.cpp", "cpu/*.cpp"))]
     if find_cuda():

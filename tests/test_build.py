@@ -298,6 +298,14 @@ def test_wheel_holds_the_package_and_nothing_older(tmp_path: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_sources_of_cuda_are_shipped_without_a_toolkit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a source distribution takes from the extensions, on a machine that makes the CPU library alone."""
+    monkeypatch.setenv("PAGED_KV_CUDA", "0")
+    (library,) = ninja_build_ext.extensions()
+    shipped = {*library.sources, *library.depends}
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()} <= shipped
+
+
 def test_source_distribution_can_be_built_from(tmp_path: Path) -> None:
     with tarfile.open(hook("build_sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
