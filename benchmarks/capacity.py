@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.generate_cuda import llama
 from benchmarks.timing import Call, gpu_time, graph_of, host_time
 from torch_paged_kv import PagedKVCache, ops
 from torch_paged_kv.layout import LayerShape, cache_views
@@ -168,23 +168,6 @@ def time_host(used: int, capacity: int, device: str) -> None:
 # ---- A model's step ----
 
 
-def llama(layers: int, device: str) -> Any:
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=HEADS * HEAD_SIZE,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=65536,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = LlamaForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
-    return model
-
-
 def step_of(model: Any, used: int, capacity: int, device: str) -> Callable[[], Tensor]:
     """A decode step behind a prompt of `used` tokens."""
     cache = PagedKVCache(model.config, num_tokens=capacity)
@@ -225,7 +208,7 @@ def report_kernels(few: dict[str, float], many: dict[str, float]) -> None:
 
 
 def time_model(used: int, capacities: Sequence[int], layers: int, device: str) -> None:
-    model = llama(layers, device)
+    model = llama(layers, device, vocab_size=32000)
     steps = {f"capacity {capacity}": step_of(model, used, capacity, device) for capacity in capacities}
     report(
         f"eager step of {layers} layers, wall time",

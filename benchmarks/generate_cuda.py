@@ -24,9 +24,9 @@ from torch_paged_kv import PagedKVCache
 PROMPT, NEW = 2048, 128
 
 
-def llama(layers: int) -> Any:
+def llama(layers: int, device: str = "cuda", vocab_size: int = 128256) -> Any:
     config = LlamaConfig(
-        vocab_size=128256,
+        vocab_size=vocab_size,
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=layers,
@@ -36,7 +36,7 @@ def llama(layers: int) -> Any:
         rope_theta=500000.0,
     )
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = LlamaForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
     return model

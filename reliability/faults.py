@@ -90,28 +90,25 @@ def decode(cache: PagedKVCache, num_seqs: int, first: int, device: str) -> Itera
         yield "decode", lambda step=step: write(cache, states(num_seqs, 1, first + step, device))  # type: ignore[misc]
 
 
-def plain(device: str) -> Steps:
-    """A prompt and a token at a time, two rows."""
-    pool = new_pool(device)
+def prompt_and_tokens(pool: KVPool, first: int, device: str) -> Steps:
+    """Two rows: a prompt of keys from ``first`` on, and a token at a time."""
     cache = new_cache(pool)
 
     def todo() -> Iterator[tuple[str, Callable[[], object]]]:
-        yield "prompt", lambda: write(cache, states(2, PROMPT, 0, device))
+        yield "prompt", lambda: write(cache, states(2, PROMPT, first, device))
         yield from decode(cache, 2, PROMPT, device)
 
     return Steps(pool, [cache], todo())
+
+
+def plain(device: str) -> Steps:
+    """A prompt and a token at a time, two rows."""
+    return prompt_and_tokens(new_pool(device), 0, device)
 
 
 def eight_bit(device: str) -> Steps:
     """The same in a cache of 8 bits with scales per slot."""
-    pool = new_pool(device, dtype=torch.int8)
-    cache = new_cache(pool)
-
-    def todo() -> Iterator[tuple[str, Callable[[], object]]]:
-        yield "prompt", lambda: write(cache, states(2, PROMPT, 1, device))
-        yield from decode(cache, 2, PROMPT, device)
-
-    return Steps(pool, [cache], todo())
+    return prompt_and_tokens(new_pool(device, dtype=torch.int8), 1, device)
 
 
 def padded(device: str) -> Steps:

@@ -17,14 +17,15 @@ from torch_paged_kv import _library, commands, demo, quality
 
 def info(arguments: argparse.Namespace) -> int:
     """Print versions, and which backend serves which device and why."""
+    facts = _library.build_facts()
     lines = {
-        "torch_paged_kv": _built(_library.build_facts()),
+        "torch_paged_kv": _built(facts),
         "python": f"{platform.python_version()}, {platform.platform()}",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
         "transformers": _version("transformers"),
-        "cpu": _cpu(_library.build_facts()),
+        "cpu": _cpu(facts),
         "cuda": _cuda(_library.find_library("_C_cuda") is not None),
-        "cuda library": _cuda_library(_library.build_facts()),
+        "cuda library": _cuda_library(facts),
         "variables": _variables(),
     }
     for name, value in lines.items():
@@ -75,8 +76,7 @@ def _cuda(built: bool) -> str:
     if not torch.cuda.is_available():
         return f"built, not used: no device (torch for CUDA {torch.version.cuda})"
     major, minor = torch.cuda.get_device_capability()
-    driver = _library.driver_version()
-    driven = f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
+    driven = f"driver for CUDA {_library.written(_library.driver_version())}"
     return f"kernels, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, sm_{major}{minor}, {driven}"
 
 

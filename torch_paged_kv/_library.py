@@ -39,11 +39,16 @@ def driver_too_old(library: str | None, torch_cuda: str, driver: int) -> str | N
     """
     if library is None or driver == 0 or int(library.partition(".")[0]) <= driver // 1000:
         return None
-    driven = f"{driver // 1000}.{driver % 1000 // 10}"
     return (
-        f"torch_paged_kv was built with CUDA {library}, torch with {torch_cuda}, and this driver runs {driven}: "
-        f"the CUDA kernels are not used; install a wheel for CUDA {driver // 1000}, or a newer driver"
+        f"torch_paged_kv was built with CUDA {library}, torch with {torch_cuda}, and this driver runs "
+        f"{written(driver)}: the CUDA kernels are not used; install a wheel for CUDA "
+        f"{driver // 1000}, or a newer driver"
     )
+
+
+def written(version: int) -> str:
+    """A version as CUDA numbers it, as people write it: 12080 is 12.8."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def driver_version() -> int:

@@ -56,8 +56,8 @@ bool fits_tensor_cores(const AttentionParams& p) {
 
 // Packed rows of an item: no more than a step's longest sequence has, and what registers hold.
 // Beside prefills what is left are mostly single tokens, whatever the longest span.
-int rows_for(const AttentionParams& p, int head_size_class) {
-  const int64_t tokens = prefill::fits(p) ? 1 : p.max_seqlen_q;
+int rows_for(const AttentionParams& p, int head_size_class, bool has_prefill) {
+  const int64_t tokens = has_prefill ? 1 : p.max_seqlen_q;
   const int64_t rows = tokens * (p.num_heads / p.num_kv_heads);
   if (rows <= 8) return 8;
   return rows <= 16 || head_size_class == 256 || size_of(p.key_cache.dtype) == 1 ? 16 : 32;
@@ -160,10 +160,11 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   AttentionPlan plan{};
   const Device& device = current_device();
   plan.tensor_cores = fits_tensor_cores(params);
+  plan.has_prefill = prefill::fits(params);
   const int64_t key_size = params.key_cache.head_size, value_size = params.value_cache.head_size;
   const int64_t size = key_size > value_size ? key_size : value_size;
   plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
-  plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class) : general::kRows;
+  plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class, plan.has_prefill) : general::kRows;
   const int blocks = plan.tensor_cores ? mma_blocks_of_sm(int(size_of(params.key_cache.dtype)), plan.rows) : 3;
   plan.grid = device.num_sms * blocks;
   plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, blocks, device.shared_bytes) : general::kWarps;
@@ -231,10 +232,9 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
 void paged_attention(AttentionParams params, const Allocate& allocate, cudaStream_t stream) {
   if (params.num_tokens == 0 || params.num_heads == 0) return;
   const AttentionPlan plan = plan_attention(params);
-  const bool has_prefill = prefill::fits(params);
-  params.workspace = allocate(round_up(plan.bytes, 256) + (has_prefill ? prefill::workspace_bytes(params) : 0));
+  params.workspace = allocate(round_up(plan.bytes, 256) + (plan.has_prefill ? prefill::workspace_bytes(params) : 0));
   AttentionLaunch launch = launch_of(params, plan);
-  if (has_prefill) {
+  if (plan.has_prefill) {
     // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
     const bool alone = params.num_seqs == 1 && !params.deterministic;
     launch.row_limit = alone ? 0 : prefill::kDecodeRows;
