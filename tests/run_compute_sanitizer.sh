@@ -5,11 +5,12 @@
 #   TOOLS=racecheck JOBS=8 tests/run_compute_sanitizer.sh tests/test_merge.py
 #
 # PYTHON chooses the interpreter, which needs torch with CUDA and the test extra. LOGS: a folder for what was printed.
+# GPUS: numbers of those to use. OPTIONS: more options of compute-sanitizer.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python} JOBS=${JOBS:-4} LOGS=${LOGS:-$(mktemp -d)}
 export PYTHONPATH="$PWD" OMP_NUM_THREADS=1
-GPUS=$(nvidia-smi -L | wc -l)
+GPUS=${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader)}
 
 [ $# -gt 0 ] || set -- tests/test_cuda_ops.py tests/test_cuda_prefill.py tests/test_paged_attention.py \
     tests/test_reshape_and_cache.py tests/test_merge.py tests/test_block_ops.py tests/test_allocator.py \
@@ -27,8 +28,9 @@ for tool in ${TOOLS:-memcheck racecheck initcheck}; do
         # Without torch's pool of memory each tensor is an allocation whose ends are known; captures need the pool.
         case $part in *replay) own=0 ;; *) own=1 ;; esac
         log="$LOGS/$tool.${part##*/}"
-        CUDA_VISIBLE_DEVICES=$((number % GPUS)) PYTORCH_NO_CUDA_MEMORY_CACHING=$own \
-            compute-sanitizer --tool "$tool" --error-exitcode 9 --log-file "$log.errors" \
+        gpu=$(echo $GPUS | cut -d " " -f $((number % $(echo $GPUS | wc -w) + 1)))
+        CUDA_VISIBLE_DEVICES=$gpu PYTORCH_NO_CUDA_MEMORY_CACHING=$own \
+            compute-sanitizer --tool "$tool" ${OPTIONS:-} --error-exitcode 9 --log-file "$log.errors" \
             "$PYTHON" -m pytest -q -p no:cacheprovider "@$part" >"$log" 2>&1 || echo "exit $?" >>"$log" &
         number=$((number + 1))
     done

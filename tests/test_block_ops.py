@@ -136,6 +136,38 @@ def test_swap_blocks_between_pools_of_different_size(device: torch.device) -> No
     assert block_numbers(destination) == [8, 1, 2]
 
 
+RUNS = {  # (source, destination, blocks) of 64 KiB
+    "long": [(3, 0, 30), (36, 31, 9)],  # of which the last reach past the end
+    "short": [(index, 39 - index, 1) for index in range(40)],
+    "mixed": [(20, 5, 16), (-1, 3, 1), (4, -1, 1), (0, 21, 1), (7, 22, 2)],
+}
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "apart"])
+@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_swap_blocks_in_runs(case: str, dense: bool, pinned: bool) -> None:
+    """Blocks that follow one another may go as one copy, by another engine: the same bytes, out and in."""
+    mapping = [(a + i, b + i) if a >= 0 and b >= 0 else (a, b) for a, b, blocks in RUNS[case] for i in range(blocks)]
+    width = 16384 if dense else 20000
+    gpu = torch.arange(40 * width, device="cuda", dtype=torch.float32).view(40, width)[:, :16384]
+    host = torch.full((38, 16384), -1.0)
+    expected = host.clone()
+    for a, b in mapping:
+        if 0 <= a < 40 and 0 <= b < 38:
+            expected[b] = gpu[a].cpu()
+    host = host.pin_memory() if pinned else host
+    ops.swap_blocks([gpu], [host], pairs(*mapping))
+    torch.cuda.synchronize()
+    assert torch.equal(host, expected)
+    back = torch.zeros_like(gpu)
+    ops.swap_blocks([host], [back], pairs(*((b, a) for a, b in mapping)))
+    moved = [a for a, b in mapping if 0 <= a < 40 and 0 <= b < 38]
+    assert torch.equal(back[moved], gpu[moved])
+    assert int((back != 0).any(1).sum()) == len(moved)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_swap_blocks_between_devices() -> None:
     host = torch.randn(6, 5, 2, 16).pin_memory()

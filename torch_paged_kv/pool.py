@@ -146,7 +146,7 @@ class BlockPool(nn.Module):
         Those that nobody holds any more are free, last ones first. Does not synchronise.
         """
         row = blocks.to(self.device).reshape(1, -1).clone()
-        tokens = torch.tensor([row.shape[1] * self.block_size], dtype=torch.int32, device=self.device)
+        tokens = torch.full((1,), row.shape[1] * self.block_size, dtype=torch.int32, device=self.device)
         self.free(row, tokens, torch.zeros_like(tokens))
 
     def grow(self, num_blocks: int) -> None:

@@ -299,9 +299,11 @@ class PrefixCache:
         rows = []
         for row, ids in enumerate(input_ids):
             positions = torch.arange(length) if real is None else real[row].nonzero().flatten()
-            tokens = ids if real is None else ids[positions]
+            # index_select, as indexing wakes all threads of a host for a few thousand numbers, however busy they are
+            tokens = ids if real is None else ids.index_select(0, positions)
             rows.append(Prompt(tokens, positions, self.digests(tokens, cache.block_size, layout)))
-        return Batch(rows, length, None if real is None or bool(real.all()) else real)
+        padded = any(len(row.tokens) < length for row in rows)
+        return Batch(rows, length, real if padded else None)
 
     def attach(
         self,

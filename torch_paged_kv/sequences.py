@@ -90,8 +90,12 @@ def restore(cache: PagedKVCache, sequences: Sequences, fill: Callable[[list[int]
     acquired = pool.acquire(sequences.num_blocks)
     try:
         blocks: list[int] = acquired.tolist()
-        fill(blocks)
         table = torch.tensor([*blocks, -1], dtype=torch.int32)[sequences.table.long()]  # -1 finds the last entry
         cache.adopt(table, sequences.real.shape[1], None if bool(sequences.real.all()) else sequences.real)
+        try:  # last: what comes behind it on the current stream waits for it, and the host with what it has to send
+            fill(blocks)
+        except BaseException:
+            cache.reset()
+            raise
     finally:
         pool.release(acquired)

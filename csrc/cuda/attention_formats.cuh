@@ -10,6 +10,7 @@ template <class T>
 struct SixteenBit {
   using Operand = T;
   static constexpr int kBytes = 2;
+  static constexpr bool kIntegers = false;
 };
 
 __device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
@@ -20,13 +21,17 @@ __device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t select
 struct E4M3 {
   using Operand = Float16;
   static constexpr int kBytes = 1;
+  static constexpr bool kIntegers = false;
 
   template <int a, int b, int c, int d>
   __device__ static void expand(uint32_t word, uint32_t& first, uint32_t& second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    const uint32_t ordered = permute_bytes(word, 0, d << 12 | c << 8 | b << 4 | a);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(first) : "h"(uint16_t(ordered)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"(uint16_t(ordered >> 16)));
+    constexpr uint32_t kOrder = d << 12 | c << 8 | b << 4 | a;
+    const uint32_t ordered = kOrder == 0x3210 ? word : permute_bytes(word, 0, kOrder);
+    asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\t"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n\tcvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
+        : "=r"(first), "=r"(second)
+        : "r"(ordered));
 #else
     __trap();  // the host takes another kernel
 #endif
@@ -36,6 +41,7 @@ struct E4M3 {
 struct E5M2 {  // the upper byte of a float16
   using Operand = Float16;
   static constexpr int kBytes = 1;
+  static constexpr bool kIntegers = false;
 
   template <int a, int b, int c, int d>
   __device__ static void expand(uint32_t word, uint32_t& first, uint32_t& second) {
@@ -47,6 +53,7 @@ struct E5M2 {  // the upper byte of a float16
 struct Int8 {
   using Operand = Float16;
   static constexpr int kBytes = 1;
+  static constexpr bool kIntegers = true;  // keys enter their product as they are
 
   template <int a, int b, int c, int d>
   __device__ static void expand(uint32_t word, uint32_t& first, uint32_t& second) {

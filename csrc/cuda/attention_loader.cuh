@@ -41,6 +41,14 @@ struct TileNotes<Format, 2> {
 
 __device__ inline int num_warps() { return blockDim.x / kWarp; }
 
+__device__ inline bool has_slot_scales(const Cache& cache) { return cache.scale.kind == ScaleKind::per_slot; }
+
+// The value, to the compiler a number from nowhere: it keeps it in a register and does not compute it anew at each use.
+__device__ inline uint32_t kept(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Where 16-byte chunk `chunk` of row `row` of a tile lies in shared memory: chunks of a row are permuted by the row's
 // number, so that one column's chunks of eight rows lie in different banks. With row = a + b where a and b have no bits
 // in common, and chunk = c + d likewise, this is (swizzled(a, c) ^ swizzle(b) ^ (d % 8 << 4)) + the rest of b and d:
@@ -84,11 +92,12 @@ class Loader {
   using Planned = Schedule<S::kRows, kKeys, kDeterministic>;
 
   __device__ Loader(const AttentionLaunch& a, const Planned& schedule) : a_(a), schedule_(schedule) {
-    whole_blocks_ = a.block_size % kKeys == 0;
-    lane_target_ = swizzled<kRowBytes>(lane() / kChunks, lane() % kChunks);
+    lane_target_ = kept(swizzled<kRowBytes>(lane() / kChunks, lane() % kChunks));
     key_in_row_ = lane() % kChunks * 16 < a.key_cache.head_size * Format::kBytes;
     value_in_row_ = lane() % kChunks * 16 < a.value_cache.head_size * Format::kBytes;
-    dense_ = a.key_cache.slot_bytes == kRowBytes && a.value_cache.slot_bytes == kRowBytes;
+    whole_blocks_ = a.block_size.value % kKeys == 0;
+    plain_ = whole_blocks_ && a.key_cache.slot_bytes == kRowBytes && a.value_cache.slot_bytes == kRowBytes;
+    slot_scales_ = has_slot_scales(a.params.key_cache) || has_slot_scales(a.params.value_cache);
   }
 
   // Begins with segment `s`, which the schedule has given and moved past.
@@ -158,8 +167,21 @@ class Loader {
     return tile < last_ ? table_[column_of(tile * kKeys)] : -1;
   }
 
-  __device__ int32_t column_of(int32_t key) const {
-    return a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / a_.block_size;
+  __device__ int32_t column_of(int32_t key) const { return a_.block_size.divide(key); }
+
+  // Of a key in its block.
+  __device__ int32_t slot_of(int32_t key) const { return key - column_of(key) * int32_t(a_.block_size.value); }
+
+  // The table entry of the coming tile, where tiles do not cross blocks.
+  __device__ int32_t next_entry() {
+    const int32_t block = __shfl_sync(kFullMask, entries_, entry_);
+    if (++entry_ == kWarp) {
+      entry_ = 0;
+      entries_ = next_entries_;
+      const int32_t ahead = tile_ + (kWarp + 1) * num_warps();
+      if (ahead < last_) next_entries_ = read_entries(ahead);
+    }
+    return block;
   }
 
   // This lane's chunk of its first row, in bytes from the block's begin, were the tile at the block's begin.
@@ -169,31 +191,34 @@ class Loader {
 
   __device__ bool is_mapped(int32_t block) const { return uint32_t(block) < uint32_t(a_.num_blocks); }
 
+  // Nearly all tiles take one branch here: each more costs the warp as much as copying a row.
   __device__ void copy(uint32_t stage, Notes& notes) {
-    const int32_t first = tile_ * kKeys;
-    if (!whole_blocks_) return copy_across_blocks(stage, notes);
-    const int32_t block = __shfl_sync(kFullMask, entries_, entry_);
-    if (++entry_ == kWarp) {
-      entry_ = 0;
-      entries_ = next_entries_;
-      const int32_t ahead = tile_ + (kWarp + 1) * num_warps();
-      if (ahead < last_) next_entries_ = read_entries(ahead);
-    }
-    const int32_t offset = first - column_of(first) * a_.block_size;
-    if (is_mapped(block) && first >= keys_.begin && first + kKeys <= keys_.end) {
+    const int32_t first = tile_ * kKeys, block = next_entry(), slot = slot_of(first);
+    const bool whole = is_mapped(block) && first >= keys_.begin && first + kKeys <= keys_.end;
+    if (plain_ && whole) {
       if (lane() == 0) notes.visible = 0xffff;
-      copy_scales(block, offset + lane() % kKeys, true, notes);
-      copy_rows(a_.key_cache, key_lane_, key_in_row_, block, offset, stage);
-      copy_rows(a_.value_cache, value_lane_, value_in_row_, block, offset, stage + S::kStageBytes / 2);
+      copy_scales(block, slot + lane() % kKeys, true, notes);
+      // With rows side by side, as in a pool that the library made, all addresses are constants away from the first.
+      constexpr std::integral_constant<uint32_t, kRowsAtOnce * kRowBytes> step;
+      copy_rows(a_.key_cache, key_lane_, step, key_in_row_, block, slot, stage);
+      copy_rows(a_.value_cache, value_lane_, step, value_in_row_, block, slot, stage + S::kStageBytes / 2);
+    } else if (!whole_blocks_) {
+      copy_across_blocks(stage, notes);
+    } else if (whole) {
+      if (lane() == 0) notes.visible = 0xffff;
+      copy_scales(block, slot + lane() % kKeys, true, notes);
+      copy_rows(a_.key_cache, key_lane_, kRowsAtOnce * a_.key_cache.slot_bytes, key_in_row_, block, slot, stage);
+      copy_rows(a_.value_cache, value_lane_, kRowsAtOnce * a_.value_cache.slot_bytes, value_in_row_, block, slot,
+                stage + S::kStageBytes / 2);
     } else {
-      copy_scattered(block, offset + lane() % kKeys, stage, notes);
+      copy_scattered(block, slot + lane() % kKeys, stage, notes);
     }
   }
 
   __device__ void copy_across_blocks(uint32_t stage, Notes& notes) {
-    const int32_t key = tile_ * kKeys + lane() % kKeys, column = column_of(key);
-    const int32_t block = key >= keys_.begin && key < keys_.end ? table_[column] : -1;
-    copy_scattered(block, key - column * a_.block_size, stage, notes);
+    const int32_t key = tile_ * kKeys + lane() % kKeys;
+    const int32_t block = key >= keys_.begin && key < keys_.end ? table_[column_of(key)] : -1;
+    copy_scattered(block, slot_of(key), stage, notes);
   }
 
   // Lane l says where key l % 16 of the tile lies.
@@ -211,6 +236,7 @@ class Loader {
   // Scales of the slots, where each has its own: lanes 0-15 those of K, lanes 16-31 those of V. 0 where nothing is seen.
   __device__ void copy_scales(int32_t block, int32_t offset, bool seen, Notes& notes) const {
     if constexpr (Format::kBytes == 1) {
+      if (!slot_scales_) return;
       const Scale& scale = lane() < kKeys ? a_.params.key_cache.scale : a_.params.value_cache.scale;
       if (scale.kind != ScaleKind::per_slot) return;
       const float* source = scale.data;
@@ -219,22 +245,13 @@ class Loader {
     }
   }
 
-  // All 16 rows lie one after the other in one block.
-  __device__ void copy_rows(const NarrowCache& cache, uint32_t lane_offset, bool in_row, int32_t block, int32_t offset,
-                            uint32_t target) const {
-    const char* row = cache.data + uint64_t(uint32_t(block)) * cache.block_bytes + lane_offset;
-    row += uint32_t(offset) * cache.slot_bytes;
-    target += lane_target_;
-    // With rows side by side, as in a pool that the library made, all addresses are constants away from the first.
-    if (dense_) {
-      copy_rows(row, std::integral_constant<uint32_t, kRowsAtOnce * kRowBytes>{}, in_row, target);
-    } else {
-      copy_rows(row, kRowsAtOnce * cache.slot_bytes, in_row, target);
-    }
-  }
-
+  // All 16 rows lie in one block; `step` is the distance of those that a lane copies, in bytes.
   template <class Step>
-  __device__ void copy_rows(const char* row, Step step, bool in_row, uint32_t target) const {
+  __device__ void copy_rows(const NarrowCache& cache, uint32_t lane_offset, Step step, bool in_row, int32_t block,
+                            int32_t slot, uint32_t target) const {
+    const char* row = cache.data + uint64_t(uint32_t(block)) * cache.block_bytes + lane_offset;
+    row += uint32_t(slot) * cache.slot_bytes;
+    target += lane_target_;
 #pragma unroll
     for (int i = 0; i < kKeys / kRowsAtOnce; ++i)
       copy_async((target ^ ((i * kRowsAtOnce & 7) << 4)) + i * kRowsAtOnce * kRowBytes, row + uint64_t(i) * step,
@@ -251,7 +268,7 @@ class Loader {
   int32_t entries_ = -1, next_entries_ = -1, entry_ = 0;
   uint32_t lane_target_;
   uint64_t policy_ = streaming_policy();
-  bool done_ = true, whole_blocks_, dense_, key_in_row_, value_in_row_;
+  bool done_ = true, whole_blocks_, plain_, slot_scales_, key_in_row_, value_in_row_;
 };
 
 }  // namespace paged_kv::cuda::mma

@@ -12,13 +12,13 @@
 
 namespace paged_kv::cuda::mma {
 
-// Softcap and ALiBi, apart from the loop that most models run.
-__device__ __noinline__ inline float4 special_logits(const AttentionParams& p, float4 scores, float scale,
-                                                     float slope_0, float slope_1, int32_t key) {
+// Softcap and ALiBi on logits in base 2, apart from the loop that most models run.
+__device__ __noinline__ inline float4 special_logits(const AttentionParams& p, float4 scores, float slope_0,
+                                                     float slope_1, int32_t key) {
   float values[4] = {scores.x, scores.y, scores.z, scores.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    values[i] *= scale;
+    values[i] *= kLn2;
     if (p.softcap > 0.0f) values[i] = p.softcap * tanhf(values[i] / p.softcap);
     values[i] = (values[i] + (i % 2 ? slope_1 : slope_0) * float(key + i / 2 * 8)) * kLog2e;
   }
@@ -35,6 +35,8 @@ struct State {
   using Operand = typename Format::Operand;
   static constexpr int kSteps = kHeadSize / 16;
   static constexpr bool kExpands = Format::kBytes == 1;
+  uint32_t key_lane, value_lane;  // where this lane's rows of a stage begin, for ldmatrix
+  bool special, slot_scales;  // softcap or ALiBi; a scale for each slot
   uint32_t queries[S::kQueriesInShared ? 1 : kTiles][kSteps][2];
   const uint2* shared_queries;  // [kTiles][kSteps][kWarp]
   float out[kTiles][kSteps][4];
@@ -45,6 +47,14 @@ struct State {
   // 8-bit caches: logits in base 2 are scores times `factors`; weighted values are `out` times `value_unit`.
   float factors[kExpands ? kTiles : 1][2];
   float value_unit;
+
+  __device__ explicit State(const AttentionParams& p) {
+    const int lane = threadIdx.x % kWarp;
+    key_lane = kept(swizzled<S::kRowBytes>(lane % 16, lane / 16));
+    value_lane = kept(S::kStageBytes / 2 + swizzled<S::kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    special = p.softcap > 0.0f || p.alibi_slopes;
+    slot_scales = has_slot_scales(p.key_cache) || has_slot_scales(p.value_cache);
+  }
 
   // Called by all threads of the block, behind a barrier.
   __device__ void begin(const AttentionLaunch& a, const Segment& s, uint2* query_memory) {
@@ -85,7 +95,7 @@ struct State {
     }
     if constexpr (kExpands) {
       constexpr float kSmallest = 1.17549435e-38f;  // any scale of a slot is a larger unit
-      value_unit = p.value_cache.scale.kind == ScaleKind::per_slot ? kSmallest : static_scale(p.value_cache, s);
+      value_unit = has_slot_scales(p.value_cache) ? kSmallest : static_scale(p.value_cache, s);
     }
     const int32_t first = a.group.divide(s.first_row), last = a.group.divide(s.first_row + s.rows - 1);
     all = {visible_to_any(a, s.sequence, last, last).begin, visible_to_any(a, s.sequence, first, first).end};
@@ -93,7 +103,7 @@ struct State {
 
   // The scale that all slots of a segment share; 1 where each has its own.
   __device__ static float static_scale(const Cache& cache, const Segment& s) {
-    if (cache.scale.kind == ScaleKind::none || cache.scale.kind == ScaleKind::per_slot) return 1.0f;
+    if (cache.scale.kind == ScaleKind::none || has_slot_scales(cache)) return 1.0f;
     return cache.scale.data[s.kv_head * cache.scale.head_stride];
   }
 
@@ -119,7 +129,7 @@ struct State {
   }
 
   // The same for keys that come as bytes: lane l holds dims 4 * (l % 4) .. + 3 of a step, as it does of the keys. Rows
-  // are divided by a power of two that float16 holds them; their logits are multiplied by it.
+  // are divided by a power of two that float16 holds them, or integers of 15 bits; their logits are multiplied by it.
   __device__ void load_scaled_queries(const AttentionLaunch& a, const Segment& s, int t) {
     const int lane = threadIdx.x % kWarp;
     const uint16_t* row = query_row(a, s, t);
@@ -140,16 +150,25 @@ struct State {
     largest = max(largest, __shfl_xor_sync(kFullMask, largest, 2));
     const uint32_t exponent = largest >> 23;
     const bool scales = exponent > 0 && exponent < 254;
-    const float unit = scales ? __uint_as_float(exponent << 23) : 1.0f;
-    const float inverse = scales ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+    float unit = scales ? __uint_as_float(exponent << 23) : 1.0f;
+    float inverse = scales ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+    if constexpr (Format::kIntegers) {
+      constexpr float kRange = 8192.0f;  // magnitudes are below twice that
+      unit = exponent < 254 ? unit / kRange : NAN;  // no integer says infinity
+      inverse *= kRange;
+    }
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+    for (int step = 0; step < kSteps; ++step) {
+      float values[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t word = i == 0 ? raw[step].x : raw[step].y;
-        queries[t][step][i] =
-            pack(sixteen_bits(word, 0, is_half) * inverse, sixteen_bits(word, 1, is_half) * inverse, Float16{});
+      for (int i = 0; i < 4; ++i) values[i] = sixteen_bits(i < 2 ? raw[step].x : raw[step].y, i % 2, is_half) * inverse;
+      if constexpr (Format::kIntegers) {
+        split_bytes(values, queries[t][step]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) queries[t][step][i] = pack(values[2 * i], values[2 * i + 1], Float16{});
       }
+    }
     const float factor = a.scale * kLog2e * static_scale(a.params.key_cache, s);
 #pragma unroll
     for (int c = 0; c < 2; ++c) factors[t][c] = factor * __shfl_sync(kFullMask, unit, 8 * (lane % 4) + 4 * c);
@@ -158,6 +177,17 @@ struct State {
   __device__ static float sixteen_bits(uint32_t word, int half, bool is_half) {
     const uint32_t bits = half ? word >> 16 : word & 0xffff;
     return is_half ? to_float(Float16{uint16_t(bits)}) : __uint_as_float(bits << 16);
+  }
+
+  // Four integers of 15 bits as the bytes of two words: 256 * words[0] + words[1].
+  __device__ static void split_bytes(const float (&values)[4], uint32_t (&words)[2]) {
+    words[0] = words[1] = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int32_t value = __float2int_rn(values[i]), high = (value + 128) >> 8;
+      words[0] |= (uint32_t(high) & 0xff) << 8 * i;
+      words[1] |= (uint32_t(value) & 0xff) << 8 * i;  // value - 256 * high
+    }
   }
 
   __device__ void multiply_keys(float (&scores)[4], const Fragment& keys_fragment, int t, int step) const {
@@ -170,12 +200,15 @@ struct State {
     }
   }
 
-  // Calls use(step, A operand of keys) for each 16 dims.
+  // Calls use(step, A operand of keys) for each 16 dims, or 32 dims of integers.
   template <class Use>
-  __device__ static void for_keys(uint32_t stage, const Use& use) {
-    const int lane = threadIdx.x % kWarp;
-    const uint32_t own = stage + swizzled<S::kRowBytes>(lane % 16, lane / 16);
-    if constexpr (kExpands) {  // matrices (keys 0-7, 8-15) x (dims 0-15, 16-31): a lane's word is four dims of a key
+  __device__ void for_keys(uint32_t stage, const Use& use) const {
+    const uint32_t own = stage + key_lane;
+    if constexpr (Format::kIntegers) {
+#pragma unroll
+      for (int step = 0; step < kSteps; step += 2)
+        use(step, load_matrices((own ^ (step % 8 << 4)) + step / 8 * 128));
+    } else if constexpr (kExpands) {  // matrices (keys 0-7, 8-15) x (dims 0-15, 16-31): a lane's word is four dims of a key
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
         const Fragment k = load_matrices((own ^ (step % 8 << 4)) + step / 8 * 128);
@@ -197,9 +230,8 @@ struct State {
   // Calls use(step, A operand of transposed values) for each 16 dims. Of bytes, row r of the operand is dim 2 r for the
   // upper 8 rows and dim 2 (r - 8) + 1 for the lower: see dim_of.
   template <class Use>
-  __device__ static void for_values(uint32_t stage, const Use& use) {
-    const int lane = threadIdx.x % kWarp;
-    const uint32_t own = stage + S::kStageBytes / 2 + swizzled<S::kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  __device__ void for_values(uint32_t stage, const Use& use) const {
+    const uint32_t own = stage + value_lane;
     if constexpr (kExpands) {  // matrices (dims 0-15, 16-31) x (keys 0-7, 8-15): a word is two dims of two keys
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
@@ -225,18 +257,36 @@ struct State {
     return step * 16 + (kExpands ? lane / 4 * 2 + i / 2 : lane / 4 + i / 2 * 8);
   }
 
-  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>& notes, int32_t tile) {
-    float scores[kTiles][4] = {}, odd[kTiles][4] = {};
+  // S^T = K Q^T, as two sums that do not wait for one another: of even and odd steps, or of the upper and the lower bytes
+  // of the queries.
+  __device__ void score(float (&scores)[kTiles][4], uint32_t stage) const {
+    using Sum = std::conditional_t<Format::kIntegers, int32_t, float>;
+    Sum first[kTiles][4] = {}, second[kTiles][4] = {};
     for_keys(stage, [&](int step, const Fragment& k) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) multiply_keys(step % 2 ? odd[t] : scores[t], k, t, step);
+      for (int t = 0; t < kTiles; ++t) {
+        if constexpr (Format::kIntegers) {
+          multiply(first[t], k, queries[t][step][0], queries[t][step + 1][0]);
+          multiply(second[t], k, queries[t][step][1], queries[t][step + 1][1]);
+        } else {
+          multiply_keys(step % 2 ? second[t] : first[t], k, t, step);
+        }
+      }
     });
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[t][i] += odd[t][i];
+      for (int i = 0; i < 4; ++i)  // of integers: below 2^31 up to 256 dims
+        scores[t][i] = Format::kIntegers ? float(first[t][i] * 256 + second[t][i]) : float(first[t][i] + second[t][i]);
+  }
+
+  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>& notes, int32_t tile) {
+    float scores[kTiles][4];
+    score(scores, stage);
     float value_factors[2] = {1.0f, 1.0f};
-    if constexpr (kExpands) apply_slot_scales(a, notes, scores, value_factors);
+    if constexpr (kExpands) {
+      if (slot_scales) apply_slot_scales(a, notes, scores, value_factors);
+    }
     uint32_t weights[kTiles][2];
     to_logits(a, scores, notes.visible, tile);
     soften(scores, value_factors, weights);
@@ -251,14 +301,14 @@ struct State {
   __device__ void apply_slot_scales(const AttentionLaunch& a, const TileNotes<Format>& notes,
                                     float (&scores)[kTiles][4], float (&value_factors)[2]) {
     const int key = threadIdx.x % kWarp / 4;
-    if (a.params.key_cache.scale.kind == ScaleKind::per_slot) {
+    if (has_slot_scales(a.params.key_cache)) {
       const float low = notes.scales[0][key], high = notes.scales[0][key + 8];
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[t][i] *= i < 2 ? low : high;
     }
-    if (a.params.value_cache.scale.kind != ScaleKind::per_slot) return;
+    if (!has_slot_scales(a.params.value_cache)) return;
     const float low = notes.scales[1][key], high = notes.scales[1][key + 8];
     const uint32_t largest =
         __reduce_max_sync(kFullMask, max(__float_as_uint(fabsf(low)), __float_as_uint(fabsf(high))));
@@ -283,26 +333,18 @@ struct State {
 
   // Scores -> logits in base 2, -inf where a row must not see a key.
   __device__ void to_logits(const AttentionLaunch& a, float (&scores)[kTiles][4], uint32_t visible, int32_t tile) {
-    const AttentionParams& p = a.params;
-    const int lane = threadIdx.x % kWarp;
     const int32_t first = tile * kKeys;
-    const float factor = a.scale * kLog2e;
-    const bool special = p.softcap > 0.0f || p.alibi_slopes;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (kExpands) {
-          scores[t][i] *= factors[t][i % 2];
-        } else if (!special) {
-          scores[t][i] *= factor;
-        }
-      }
+      for (int i = 0; i < 4; ++i) scores[t][i] *= kExpands ? factors[t][i % 2] : a.scale * kLog2e;
+    const bool whole = visible == 0xffff && first >= all.begin && first + kKeys <= all.end;
+    if (whole && !special) return;
+    const int lane = threadIdx.x % kWarp;
     if (special) {
-      const float scale = kExpands ? kLn2 : a.scale;  // to what special_logits scales
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        const float4 logits = special_logits(p, {scores[t][0], scores[t][1], scores[t][2], scores[t][3]}, scale,
+        const float4 logits = special_logits(a.params, {scores[t][0], scores[t][1], scores[t][2], scores[t][3]},
                                              slopes[t][0], slopes[t][1], first + lane / 4);
         scores[t][0] = logits.x;
         scores[t][1] = logits.y;
@@ -310,7 +352,7 @@ struct State {
         scores[t][3] = logits.w;
       }
     }
-    if (visible == 0xffff && first >= all.begin && first + kKeys <= all.end) return;
+    if (whole) return;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -459,14 +501,14 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
   const int warp = threadIdx.x / kWarp;
   char* own = stages + warp * S::kStages * S::kStageBytes;
   uint2* queries = reinterpret_cast<uint2*>(stages + num_warps() * S::kStages * S::kStageBytes);
-  const uint32_t own_address = shared_address(own);
+  const uint32_t own_address = kept(shared_address(own));
 
   let_dependents_start();
   if (!a.beside_prefill) wait_for_predecessor();
   prefetch_table(a);
   const typename Tiles::Planned schedule(a, shared.schedule);
   Tiles loader(a, schedule);
-  State<Format, kHeadSize, kTiles> state;
+  State<Format, kHeadSize, kTiles> state(a.params);
   Segment s;
   int32_t position = schedule.start();
   int stage = 0, ahead = 0;  // tiles that have been asked for and not computed

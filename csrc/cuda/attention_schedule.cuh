@@ -68,8 +68,8 @@ struct AttentionLaunch {
   const int32_t* cu_seqlens_q;
   const int32_t* block_table;
   int64_t table_stride;
-  int32_t num_seqs, num_tokens, num_kv_heads, num_blocks, capacity, block_size;
-  int32_t log2_block_size;  // -1: no power of two
+  int32_t num_seqs, num_tokens, num_kv_heads, num_blocks, capacity;
+  Divisor block_size;
   int32_t log2_line_tiles;  // so many tiles are one step of the line, that its length fits 31 bits
   Divisor group, per_grid;  // query heads per kv head; `grid`
   Divisor table_lines;  // of a row, that are brought near while the lengths are on their way

@@ -343,29 +343,64 @@ Memory memory_of(const void* pointer) {
   return attributes.type == cudaMemoryTypeUnregistered ? Memory::pageable : Memory::device;
 }
 
-// Pool memory that is neither on a GPU nor pinned: one copy per pair and lane, through the driver's staging buffers.
-void copy_pageable(const CopyBlocksParams& params, cudaStream_t stream) {
-  for (int64_t i = 0; i < params.num_pairs; ++i) {
-    const int64_t source = params.block_mapping[2 * i], destination = params.block_mapping[2 * i + 1];
-    for (const CopyLane* lane = params.lanes; lane < params.lanes + params.num_lanes; ++lane) {
-      if (!is_block(source, lane->source_blocks) || !is_block(destination, lane->destination_blocks)) continue;
-      check(
-          cudaMemcpyAsync(lane->destination + destination * lane->destination_stride,
-                          lane->source + source * lane->source_stride, size_t(lane->bytes), cudaMemcpyDefault, stream),
-          "swap_blocks");
+// Pairs of blocks that follow one another on both sides.
+struct Run {
+  int64_t source, destination, blocks;
+};
+
+std::vector<Run> runs_of(const CopyBlocksParams& params) {
+  std::vector<Run> runs;
+  for (const int64_t *pair = params.block_mapping, *end = pair + 2 * params.num_pairs; pair < end; pair += 2) {
+    if (pair[0] < 0 || pair[1] < 0) continue;
+    if (!runs.empty() && pair[0] == runs.back().source + runs.back().blocks &&
+        pair[1] == runs.back().destination + runs.back().blocks) {
+      ++runs.back().blocks;
+    } else {
+      runs.push_back({pair[0], pair[1], 1});
     }
   }
+  return runs;
 }
 
-// The mapping lies in host memory: pairs travel by value, a launch for every kPairs of them. Over PCIe or NVLink few
-// thread blocks are enough; the rest of the chip stays free for the step that runs beside.
+bool is_dense(const CopyLane& lane) { return lane.source_stride == lane.bytes && lane.destination_stride == lane.bytes; }
+
+void copy_run(const CopyLane& lane, const Run& run, cudaStream_t stream) {
+  const int64_t there = lane.source_blocks - run.source, here = lane.destination_blocks - run.destination;
+  const int64_t fit = there < here ? there : here, blocks = run.blocks < fit ? run.blocks : fit;
+  const int64_t at_once = is_dense(lane) ? blocks : 1;
+  for (int64_t block = 0; block < blocks; block += at_once)
+    check(cudaMemcpyAsync(lane.destination + (run.destination + block) * lane.destination_stride,
+                          lane.source + (run.source + block) * lane.source_stride, size_t(at_once * lane.bytes),
+                          cudaMemcpyDefault, stream),
+          "swap_blocks");
+}
+
+// Whether the driver's copies are long enough to follow one another without gaps: then the copy engine gets more out of
+// the link than a kernel does, and takes no SM from the step that runs beside.
+bool suits_copy_engine(const CopyBlocksParams& params, const std::vector<Run>& runs) {
+  constexpr int64_t kLongCopy = 256 << 10;  // bytes, on average
+  int64_t bytes = 0;
+  for (int64_t lane = 0; lane < params.num_lanes; ++lane) {
+    if (!is_dense(params.lanes[lane])) return false;
+    bytes += params.lanes[lane].bytes * params.num_pairs;
+  }
+  return bytes >= kLongCopy * int64_t(runs.size()) * params.num_lanes;
+}
+
+// The mapping lies in host memory. Pinned memory in short pieces is copied by a kernel that pairs travel to by value, a
+// launch for every kPairs of them: over PCIe or NVLink few thread blocks are enough, the rest of the chip stays free.
 void copy_with_host_mapping(const CopyBlocksParams& params, cudaStream_t stream) {
   constexpr int kLanes = 128, kPairs = 1024;
   constexpr int64_t kMaxBlocks = 32;
-  for (int64_t lane = 0; lane < params.num_lanes; ++lane) {
-    if (memory_of(params.lanes[lane].source) == Memory::pageable ||
-        memory_of(params.lanes[lane].destination) == Memory::pageable)
-      return copy_pageable(params, stream);
+  bool pageable = false;  // then the driver's copies go through its staging buffers
+  for (int64_t lane = 0; lane < params.num_lanes; ++lane)
+    pageable |= memory_of(params.lanes[lane].source) == Memory::pageable ||
+                memory_of(params.lanes[lane].destination) == Memory::pageable;
+  const std::vector<Run> runs = runs_of(params);
+  if (pageable || suits_copy_engine(params, runs)) {
+    for (const Run& run : runs)
+      for (int64_t lane = 0; lane < params.num_lanes; ++lane) copy_run(params.lanes[lane], run, stream);
+    return;
   }
   for (int64_t lane = 0; lane < params.num_lanes; lane += kLanes) {
     const int64_t lanes = params.num_lanes - lane < kLanes ? params.num_lanes - lane : kLanes;

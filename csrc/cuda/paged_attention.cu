@@ -81,12 +81,6 @@ int64_t max_units(const AttentionParams& p, int rows) {
 
 int32_t clip_window(int64_t window) { return window < 0 || window > (1 << 30) ? -1 : int32_t(window); }
 
-int32_t log2_of(int64_t value) {
-  for (int32_t log = 0; log < 31; ++log)
-    if (value == int64_t(1) << log) return log;
-  return -1;
-}
-
 // Rounds the multiplier up: exact for numbers below 2^31 (Granlund and Montgomery, 1994).
 Divisor divisor_of(uint32_t value) {
   uint32_t log = 0;
@@ -196,8 +190,7 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.num_blocks = int32_t(p.num_blocks);
   const double capacity = double(p.max_blocks) * double(p.block_size);  // in tokens; may pass 2^63
   a.capacity = capacity < double(1 << 30) ? int32_t(capacity) : 1 << 30;
-  a.block_size = int32_t(p.block_size < INT32_MAX ? p.block_size : INT32_MAX);
-  a.log2_block_size = log2_of(p.block_size);
+  a.block_size = divisor_of(uint32_t(p.block_size < INT32_MAX ? p.block_size : INT32_MAX));
   a.log2_line_tiles = line_shift(p, plan);
   a.group = divisor_of(uint32_t(p.num_heads / p.num_kv_heads));
   a.window_left = clip_window(p.window_left);

@@ -54,6 +54,15 @@ __device__ int32_t blocks_for(const Launch& a, float work, float decoded) {
   return blocks < float(a.max_blocks) ? int32_t(fmaxf(blocks, 1.0f)) : a.max_blocks;
 }
 
+// Kv heads whose keys and values, of all our sequences, lie near together: their units come before those of other heads.
+__device__ int32_t section_for(const Launch& a, float keys) {
+  constexpr float kNearBytes = 20e6f;  // an SM's part of the L2 cache has 25 MB; measured: docs/kernels/prefill.md
+  const float bytes = 2.0f * keys * float(a.params.key_cache.head_size + a.params.value_cache.head_size);
+  const float heads = kNearBytes / fmaxf(bytes, 1.0f);
+  const int32_t all = int32_t(a.params.num_kv_heads);
+  return heads < float(all) ? max(int32_t(heads), 1) : all;
+}
+
 // Key steps of a tile: its keys, and what its begin and end take.
 __device__ float steps_of(const Tile& t) { return float(max(t.keys_end - t.keys_begin, 0) + 256); }
 
@@ -84,15 +93,16 @@ __device__ int32_t sum_before(int32_t value, int32_t (&sums)[kScheduleWarps]) {
 // Lists the row tiles, those with most keys first (a counting sort), and resets the counter that deals them out.
 __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_constant__ Launch a) {
   __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], most_keys;
-  __shared__ float work, decoded;
+  __shared__ float work, decoded, keys_read;
   let_dependents_start();
   positions[threadIdx.x] = 0;
-  if (threadIdx.x == 0) most_keys = 0, work = decoded = 0.0f;
+  if (threadIdx.x == 0) most_keys = 0, work = decoded = keys_read = 0.0f;
   __syncthreads();
   for (int32_t sequence = threadIdx.x; sequence < a.params.num_seqs; sequence += kScheduleThreads) {
     const Spans s = spans_of(a, sequence);
     atomicMax(&most_keys, s.seq_len);
     atomicAdd(&decoded, float(decoded_keys(a, s)));
+    if (s.row_tiles > 0) atomicAdd(&keys_read, float(s.seq_len));
   }
   __syncthreads();
   int shift = 0;
@@ -105,7 +115,7 @@ __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_consta
   __syncthreads();
   const int32_t count = positions[threadIdx.x], before = sum_before(count, sums);
   positions[threadIdx.x] = before;
-  if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0, blocks_for(a, work, decoded)};
+  if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0, blocks_for(a, work, decoded), section_for(a, keys_read)};
   __syncthreads();
   for_each_tile(a, [&](const Tile& t) {
     const int32_t position = atomicAdd(&positions[bucket(t)], 1);

@@ -51,7 +51,10 @@ struct Item {
 };
 
 inline constexpr int kItems = 2;  // known at a time
+inline constexpr int kItemWords = sizeof(Tile) / 4 + 1;  // each written by a lane of its own
 
+// What the warps tell one another. Whoever reads or writes here arrives at the barriers itself, none for another: so it
+// is plain, to readers and to tools, what orders each access.
 template <int kHeadSize>
 struct Control {
   using S = Shape<kHeadSize>;
@@ -157,11 +160,26 @@ __device__ inline int32_t take_unit(const Launch& a) {
   return unit;
 }
 
-// Word `lane` of the tile that a unit belongs to; 0 where there is none.
-__device__ inline int32_t read_tile(const Launch& a, int32_t unit, int32_t num_units) {
+// Units in their order: heads in sections that the L2 cache holds, in a section tile by tile.
+struct Units {
+  int32_t num_tiles, kv_heads, section, end;
+
+  __device__ void place(int32_t unit, int32_t& tile, int32_t& head) const {
+    const int32_t first = unit / (num_tiles * section) * section, heads = min(section, kv_heads - first);
+    const int32_t inside = unit - first * num_tiles;
+    tile = inside / heads;
+    head = first + inside - tile * heads;
+  }
+};
+
+// Word `lane` of a unit's item: its tile, then its head; head -1 where there is none.
+__device__ inline int32_t read_item(const Launch& a, const Units& units, int32_t unit) {
   const int lane = threadIdx.x % kWarp;
-  if (unit >= num_units || lane >= int(sizeof(Tile) / 4)) return 0;
-  return reinterpret_cast<const int32_t*>(a.tiles + unit / int32_t(a.params.num_kv_heads))[lane];
+  constexpr int kTileWords = kItemWords - 1;
+  if (unit >= units.end) return lane < kTileWords ? 0 : -1;
+  int32_t tile, head;
+  units.place(unit, tile, head);
+  return lane < kTileWords ? reinterpret_cast<const int32_t*>(a.tiles + tile)[lane] : head;
 }
 
 template <int kHeadSize>
@@ -170,20 +188,22 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers
   const int lane = threadIdx.x % kWarp;
   const int32_t kv_heads = int32_t(a.params.num_kv_heads);
   wait_for_predecessor();
-  const bool works = int32_t(blockIdx.x) < a.header->num_blocks;
-  const int32_t num_units = works ? a.header->num_tiles * kv_heads : 0;
-  int32_t unit = works ? __shfl_sync(kFullMask, take_unit(a), 0) : 0, word = read_tile(a, unit, num_units);
+  const Header& h = *a.header;
+  const bool works = int32_t(blockIdx.x) < h.num_blocks;
+  const Units units{h.num_tiles, kv_heads, h.section, works ? h.num_tiles * kv_heads : 0};
+  int32_t unit = works ? __shfl_sync(kFullMask, take_unit(a), 0) : 0, word = read_item(a, units, unit);
   Ring<S::kStages> keys;
   Ring<kItems> ring;
 #pragma unroll 1
   for (;; ring.advance()) {
     Item& item = control.items[ring.stage];
-    const bool more = unit < num_units;
+    const bool more = unit < units.end;
     wait(barriers.item_empty(ring.stage), ring.parity ^ 1);
-    if (lane < 8) reinterpret_cast<int32_t*>(&item.tile)[lane] = word;
-    if (lane == 8) item.kv_head = more ? unit % kv_heads : -1;
+    if (lane < kItemWords) {
+      reinterpret_cast<int32_t*>(&item)[lane] = word;
+      arrive(barriers.item_full(ring.stage));
+    }
     __syncwarp();
-    if (lane == 0) arrive(barriers.item_full(ring.stage));
     if (!more) return;
     const int32_t taken = take_unit(a);  // reaches this warp while it feeds the item
     const Tile tile = item.tile;
@@ -212,7 +232,7 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers
       slot = next_slot;
       if (number == last) {
         unit = __shfl_sync(kFullMask, taken, 0);
-        word = read_tile(a, unit, num_units);
+        word = read_item(a, units, unit);
       }
     }
   }
@@ -252,8 +272,7 @@ __device__ void feed_values(const Launch& a, const Control<kHeadSize>& control, 
     wait(barriers.item_full(ring.stage), ring.parity);
     const Tile tile = control.items[ring.stage].tile;
     const int32_t head = control.items[ring.stage].kv_head;
-    __syncwarp();
-    if (lane == 0) arrive(barriers.item_empty(ring.stage));
+    arrive(barriers.item_empty(ring.stage));
     if (head < 0) return;
     const Boxes<kHeadSize> boxes(a, tile);
     const int first = first_tile<kHeadSize>(tile);
@@ -480,11 +499,11 @@ class Consumer {
     Ring<S::kQueryStages> queries;
 #pragma unroll 1
     for (;; ring.advance(), queries.advance()) {
-      wait(barriers_.query_full(queries.stage), queries.parity);
+      wait(barriers_.item_full(ring.stage), ring.parity);
       const Item item = control_.items[ring.stage];
+      wait(barriers_.query_full(queries.stage), queries.parity);
       if (item.kv_head < 0) return;
-      __syncwarp();
-      release(barriers_.item_empty(ring.stage));
+      arrive(barriers_.item_empty(ring.stage));
       attend(item, queries.stage);
     }
   }
@@ -536,9 +555,12 @@ class Consumer {
   // The scores of a tile, once the product is done: their stage is free, hidden ones are -inf, their base is known.
   __device__ void examine(float (&scores)[kScores], Softmax& softmax, const Rows& rows, int tile, float factor) {
     pin(scores);
-    const uint32_t mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[examined_ring_.stage]);
-    __syncwarp();  // lane 0 says for all that they have read
-    release(barriers_.key_empty(examined_ring_.stage));
+    uint32_t mapped = 0;
+    if (threadIdx.x % kWarp == 0) {
+      mapped = *const_cast<const volatile uint32_t*>(&control_.mapped[examined_ring_.stage]);
+      arrive(barriers_.key_empty(examined_ring_.stage));
+    }
+    mapped = __shfl_sync(kFullMask, mapped, 0);
     examined_ring_.advance();
     to_logits(scores, rows, tile, mapped);
     softmax.follow(scores, factor);
@@ -698,8 +720,9 @@ __device__ void set_up(const Launch& a, Barriers<kHeadSize> barriers) {
       init_barrier(barriers.value_empty(i), kConsumerWarps);
     }
     for (int i = 0; i < kItems; ++i) {
-      init_barrier(barriers.item_full(i), 1);
-      init_barrier(barriers.item_empty(i), kConsumerWarps + 2);  // and those that feed queries and values
+      init_barrier(barriers.item_full(i), kItemWords);
+      // Those that compute, a warp that feeds values, the thread that feeds queries.
+      init_barrier(barriers.item_empty(i), S::kConsumers * kGroupThreads + kWarp + 1);
     }
     for (int i = 0; i < S::kQueryStages; ++i) {
       init_barrier(barriers.query_full(i), 1);

@@ -20,6 +20,7 @@ struct Header {
   int32_t num_tiles;
   int32_t next_unit;  // units are taken from here
   int32_t num_blocks;  // thread blocks that take units; the others make room for the decode kernel
+  int32_t section;  // kv heads whose units come before those of the next heads
 };
 
 inline constexpr int64_t kHeaderBytes = 256;
