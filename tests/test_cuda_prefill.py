@@ -1,4 +1,5 @@
-"""Long spans of queries on the GPU: on Hopper they have a kernel of their own, which every case here reaches."""
+"""Long spans of queries on the GPU have kernels of their own, and every case here reaches one: that of Hopper, where 16
+tokens always lie in one block, or that of every chip."""
 
 from __future__ import annotations
 
@@ -13,19 +14,22 @@ from torch_paged_kv import ops
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+BLOCK_SIZES = [16, 20]  # on Hopper: one for each kernel
 RAGGED = ([300, 77, 512, 1, 90], [300, 1000, 513, 700, 90])  # spans, lengths: with and without a prior, a decode, tails
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_sizes", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("layout", ["plain", "fused"])
-def test_head_sizes(dtype: torch.dtype, head_sizes: tuple[int, int], layout: str) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_head_sizes(dtype: torch.dtype, head_sizes: tuple[int, int], layout: str, block_size: int) -> None:
     size, size_v = head_sizes
     options: dict[str, Any] = {"head_size": size, "head_size_v": size_v, "layout": layout, "dtype": dtype}
+    options["block_size"] = block_size
     attention_case(*RAGGED, num_heads=8, num_kv_heads=2, device="cuda", **options).check()
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 20])
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 20, 8, 1, 1000])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (14, 2), (8, 1), (6, 2)])
 def test_blocks_and_groups(block_size: int, heads: tuple[int, int]) -> None:
     options: dict[str, Any] = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size}
@@ -49,33 +53,67 @@ def test_blocks_and_groups(block_size: int, heads: tuple[int, int]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_options(options: dict[str, Any], head_size: int) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_options(options: dict[str, Any], head_size: int, block_size: int) -> None:
     made = {
         name: torch.rand(8, device="cuda") if name in ("sinks", "alibi_slopes") else x for name, x in options.items()
     }
-    attention_case(*RAGGED, num_heads=8, head_size=head_size, dtype=torch.bfloat16, device="cuda", **made).check()
+    made |= {"head_size": head_size, "block_size": block_size}
+    attention_case(*RAGGED, num_heads=8, dtype=torch.bfloat16, device="cuda", **made).check()
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_long(head_size: int) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_long(head_size: int, block_size: int) -> None:
     q_lens, lens = [2000, 64, 33, 700], [2000, 3000, 33, 4100]
-    attention_case(
-        q_lens, lens, num_heads=8, head_size=head_size, dtype=torch.bfloat16, device="cuda", layout="fused"
-    ).check()
+    options: dict[str, Any] = {"head_size": head_size, "block_size": block_size, "layout": "fused"}
+    attention_case(q_lens, lens, num_heads=8, dtype=torch.bfloat16, device="cuda", **options).check()
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("num_kv_heads", [1, 5, 8])
+def test_many_keys(num_kv_heads: int, block_size: int) -> None:
+    """More than the L2 cache keeps near: heads are worked through in sections, the last perhaps with fewer of them."""
+    case = attention_case(
+        [700, 300],
+        [9000, 7000],
+        num_heads=2 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=128,
+        block_size=block_size,
+        dtype=torch.bfloat16,
+        device="cuda",
+        layout="fused",
+    )
+    case.check()
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_which_kernel(block_size: int) -> None:
+    case = attention_case(*RAGGED, num_heads=8, block_size=block_size, dtype=torch.bfloat16, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        case.run()
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert ("prefill::attention<" in names) == (on_hopper and block_size == 16)
+    assert ("mma_sync::attention<" in names) == (not on_hopper or block_size == 20)
 
 
 @pytest.mark.parametrize("decodes", [8, 64, 300])
-def test_beside_many_decodes(decodes: int) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_beside_many_decodes(decodes: int, block_size: int) -> None:
     """Some thread blocks make room for the decodes, the fewer are left the more keys those read; all work gets done."""
-    attention_case(
-        [1000, *[1] * decodes, 90], [1000, *[1500] * decodes, 900], num_heads=8, dtype=torch.bfloat16, device="cuda"
-    ).check()
+    spans, lens = [1000, *[1] * decodes, 90], [1000, *[1500] * decodes, 900]
+    attention_case(spans, lens, num_heads=8, block_size=block_size, dtype=torch.bfloat16, device="cuda").check()
 
 
 @pytest.mark.parametrize("lens", [[150, 131], [0, 131], [200, 0]])
-def test_spans_longer_than_the_sequence(lens: list[int]) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_spans_longer_than_the_sequence(lens: list[int], block_size: int) -> None:
     """Left-padded rows: queries before position 0 see nothing."""
-    case = attention_case([200, 131], lens, num_heads=16, head_size=128, dtype=torch.bfloat16, device="cuda")
+    options: dict[str, Any] = {"num_heads": 16, "head_size": 128, "block_size": block_size}
+    case = attention_case([200, 131], lens, dtype=torch.bfloat16, device="cuda", **options)
     out, lse = case.check()
     pads = 200 - lens[0]
     assert not out[:pads].any()
@@ -84,7 +122,8 @@ def test_spans_longer_than_the_sequence(lens: list[int]) -> None:
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("window", [-1, 70])
-def test_what_nobody_sees_does_not_matter(head_size: int, window: int) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_what_nobody_sees_does_not_matter(head_size: int, window: int, block_size: int) -> None:
     """Bit for bit: NaN or zeros past the end, before the window and in blocks that are not mapped."""
     outs = []
     for poison in (float("nan"), 0.0):
@@ -94,13 +133,14 @@ def test_what_nobody_sees_does_not_matter(head_size: int, window: int) -> None:
             [333, 1001],
             num_heads=16,
             head_size=head_size,
+            block_size=block_size,
             dtype=torch.bfloat16,
             device="cuda",
             poison=poison,
         )
         case.options["window_left"] = window
         if window >= 0:  # as a sliding layer's pool gives them back
-            case.block_table[1, : (1001 - 90 - window) // 16] = -1
+            case.block_table[1, : (1001 - 90 - window) // block_size] = -1
         hidden = case.block_table[0, 3].item()
         case.block_table[0, 3] = 10**6
         for cache in (case.key_cache, case.value_cache):
@@ -113,8 +153,10 @@ def test_what_nobody_sees_does_not_matter(head_size: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2])
-def test_tokens_outside_every_span(num_seqs: int) -> None:
-    case = attention_case([200] * num_seqs, [300] * num_seqs, num_heads=32, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_tokens_outside_every_span(num_seqs: int, block_size: int) -> None:
+    options: dict[str, Any] = {"num_heads": 32, "block_size": block_size}
+    case = attention_case([200] * num_seqs, [300] * num_seqs, dtype=torch.bfloat16, device="cuda", **options)
     inside = case.run()
     pad = torch.randn(7, *case.query.shape[1:], device="cuda", dtype=torch.bfloat16)
     case.query = torch.cat([pad, case.query, pad])
@@ -126,8 +168,10 @@ def test_tokens_outside_every_span(num_seqs: int) -> None:
         assert (lse[part] == float("-inf")).all()
 
 
-def test_strided_queries() -> None:
-    case = attention_case(*RAGGED, num_heads=8, head_size=128, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_strided_queries(block_size: int) -> None:
+    options: dict[str, Any] = {"num_heads": 8, "head_size": 128, "block_size": block_size}
+    case = attention_case(*RAGGED, dtype=torch.bfloat16, device="cuda", **options)
     expected = case.run()
     fused = torch.full((case.query.shape[0], 12, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
     fused[:, :8] = case.query
@@ -135,8 +179,10 @@ def test_strided_queries() -> None:
     assert torch.equal(case.run(), expected)
 
 
-def test_rows_do_not_depend_on_neighbours() -> None:
-    case = attention_case(*RAGGED, num_heads=8, head_size=128, dtype=torch.bfloat16, device="cuda", deterministic=True)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_rows_do_not_depend_on_neighbours(block_size: int) -> None:
+    options: dict[str, Any] = {"num_heads": 8, "head_size": 128, "block_size": block_size, "deterministic": True}
+    case = attention_case(*RAGGED, dtype=torch.bfloat16, device="cuda", **options)
     out = case.run()
     for row in (0, 1, 2, 4):
         begin, end = case.cu_seqlens_q[row : row + 2].tolist()
@@ -144,12 +190,12 @@ def test_rows_do_not_depend_on_neighbours() -> None:
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_replay_with_other_lengths(head_size: int) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_replay_with_other_lengths(head_size: int, block_size: int) -> None:
     """A chunked step captured once: other spans, lengths and tables, prefills and decodes in any mix."""
     num_tokens, capacity = 700, 1600
-    case = attention_case(
-        [num_tokens // 4] * 4, [capacity] * 4, num_heads=8, head_size=head_size, dtype=torch.bfloat16, device="cuda"
-    )
+    options: dict[str, Any] = {"num_heads": 8, "head_size": head_size, "block_size": block_size}
+    case = attention_case([num_tokens // 4] * 4, [capacity] * 4, dtype=torch.bfloat16, device="cuda", **options)
     case.max_seqlen_q = num_tokens
     case.run()
     graph = torch.cuda.CUDAGraph()

@@ -4,13 +4,14 @@
 
 #include "attention_schedule.cuh"
 #include "launch.h"
+#include "prefill.h"
 
 namespace paged_kv::cuda {
 
 // Policy: how much of the chip an attention launch takes, and what that needs in memory.
 struct AttentionPlan {
   bool tensor_cores;
-  bool has_prefill;      // the prefill kernel takes the long sequences
+  prefill::Kind prefill;  // who takes the long sequences
   int head_size_class;   // 64, 128 or 256, of the tensor-core kernel
   int rows;              // of an item
   int grid;

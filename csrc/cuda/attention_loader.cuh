@@ -49,21 +49,6 @@ __device__ inline uint32_t kept(uint32_t value) {
   return value;
 }
 
-// Where 16-byte chunk `chunk` of row `row` of a tile lies in shared memory: chunks of a row are permuted by the row's
-// number, so that one column's chunks of eight rows lie in different banks. With row = a + b where a and b have no bits
-// in common, and chunk = c + d likewise, this is (swizzled(a, c) ^ swizzle(b) ^ (d % 8 << 4)) + the rest of b and d:
-// addresses are one exclusive or away from a lane's own constant. Stages are aligned, so their address may be added
-// first.
-template <int kRowBytes>
-__host__ __device__ constexpr uint32_t swizzle(int row) {
-  return uint32_t(kRowBytes >= 128 ? row & 7 : row >> 1 & 3) << 4;
-}
-
-template <int kRowBytes>
-__host__ __device__ constexpr uint32_t swizzled(int row, int chunk) {
-  return uint32_t(row * kRowBytes + (chunk << 4)) ^ swizzle<kRowBytes>(row);
-}
-
 // Copies a tile of which not all keys are there, or whose keys lie in several blocks. Lane l knows where key l % 16 is.
 template <int kRowBytes, int kElementBytes>
 __device__ __noinline__ void copy_scattered_rows(const NarrowCache& cache, int32_t kv_head, int32_t block,

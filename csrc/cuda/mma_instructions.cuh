@@ -1,4 +1,4 @@
-// The instructions that the tensor-core attention kernel is made of: all of them are there from sm_80 on.
+// The instructions that the tensor-core kernels are made of, all of them there from sm_80 on, and the layout of tiles.
 #pragma once
 
 #include "device.cuh"
@@ -20,6 +20,11 @@ __device__ inline void copy_async(uint32_t target, const void* source, bool vali
                "r"(valid ? 16 : 0), "l"(policy));
 }
 
+// The same for what others will read soon: without a word about the L2.
+__device__ inline void copy_async(uint32_t target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0));
+}
+
 // 4 bytes likewise.
 __device__ inline void copy_word_async(uint32_t target, const void* source, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(valid ? 4 : 0));
@@ -30,6 +35,21 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;");
 template <int kPending>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Where 16-byte chunk `chunk` of row `row` of a tile lies in shared memory: chunks of a row are permuted by the row's
+// number, so that one column's chunks of eight rows lie in different banks. With row = a + b where a and b have no bits
+// in common, and chunk = c + d likewise, this is (swizzled(a, c) ^ swizzle(b) ^ (d % 8 << 4)) + the rest of b and d:
+// addresses are one exclusive or away from a lane's own constant. Stages are aligned, so their address may be added
+// first.
+template <int kRowBytes>
+__host__ __device__ constexpr uint32_t swizzle(int row) {
+  return uint32_t(kRowBytes >= 128 ? row & 7 : row >> 1 & 3) << 4;
+}
+
+template <int kRowBytes>
+__host__ __device__ constexpr uint32_t swizzled(int row, int chunk) {
+  return uint32_t(row * kRowBytes + (chunk << 4)) ^ swizzle<kRowBytes>(row);
 }
 
 struct Fragment {

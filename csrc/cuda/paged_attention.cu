@@ -154,11 +154,11 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   AttentionPlan plan{};
   const Device& device = current_device();
   plan.tensor_cores = fits_tensor_cores(params);
-  plan.has_prefill = prefill::fits(params);
+  plan.prefill = prefill::kind_for(params);
   const int64_t key_size = params.key_cache.head_size, value_size = params.value_cache.head_size;
   const int64_t size = key_size > value_size ? key_size : value_size;
   plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
-  plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class, plan.has_prefill) : general::kRows;
+  plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class, plan.prefill != prefill::Kind::none) : general::kRows;
   const int blocks = plan.tensor_cores ? mma_blocks_of_sm(int(size_of(params.key_cache.dtype)), plan.rows) : 3;
   plan.grid = device.num_sms * blocks;
   plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, blocks, device.shared_bytes) : general::kWarps;
@@ -225,14 +225,16 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
 void paged_attention(AttentionParams params, const Allocate& allocate, cudaStream_t stream) {
   if (params.num_tokens == 0 || params.num_heads == 0) return;
   const AttentionPlan plan = plan_attention(params);
-  params.workspace = allocate(round_up(plan.bytes, 256) + (plan.has_prefill ? prefill::workspace_bytes(params) : 0));
+  const bool has_prefill = plan.prefill != prefill::Kind::none;
+  params.workspace =
+      allocate(round_up(plan.bytes, 256) + (has_prefill ? prefill::workspace_bytes(params, plan.prefill) : 0));
   AttentionLaunch launch = launch_of(params, plan);
-  if (plan.has_prefill) {
+  if (has_prefill) {
     // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
     const bool alone = params.num_seqs == 1 && !params.deterministic;
     launch.row_limit = alone ? 0 : prefill::kDecodeRows;
     void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
-    prefill::launch(params, launch.row_limit, alone, memory, stream);
+    prefill::launch(params, plan.prefill, launch.row_limit, alone, memory, stream);
     if (alone) return;
     launch.beside_prefill = true;
   }

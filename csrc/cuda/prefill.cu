@@ -1,4 +1,4 @@
-// The prefill kernel, host side, and the launch before it that finds out on the device what there is to do.
+// The prefill kernels, host side, and the launch before them that finds out on the device what there is to do.
 
 #include "device.cuh"
 #include "prefill.h"
@@ -132,13 +132,14 @@ int head_size_class(const AttentionParams& p) {
 }
 
 // Packed rows of a tile: whole tokens.
-int32_t tile_rows(const AttentionParams& p) {
+int32_t tile_rows(const AttentionParams& p, Kind kind) {
   const int32_t group = int32_t(p.num_heads / p.num_kv_heads);
-  return rows_of(head_size_class(p)) / group * group;
+  const int size_class = head_size_class(p);
+  return (kind == Kind::wgmma ? rows_of(size_class) : mma_sync::rows_of(size_class)) / group * group;
 }
 
-int64_t max_tiles(const AttentionParams& p) {
-  return divide_up(p.num_tokens * (p.num_heads / p.num_kv_heads), tile_rows(p)) + p.num_seqs;
+int64_t max_tiles(const AttentionParams& p, Kind kind) {
+  return divide_up(p.num_tokens * (p.num_heads / p.num_kv_heads), tile_rows(p, kind)) + p.num_seqs;
 }
 
 int32_t clip_window(int64_t window) { return window < 0 || window > (1 << 30) ? -1 : int32_t(window); }
@@ -209,66 +210,92 @@ CUtensorMap map_of_queries(const AttentionParams& p, int32_t group, int32_t tile
                 {64, cuuint32_t(group), cuuint32_t(tile_rows / group), 1});
 }
 
-Launch launch_of(const AttentionParams& p, int32_t decode_rows, bool outside, void* workspace) {
+Launch launch_of(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace) {
   Launch a{};
-  a.keys = map_of(p, p.key_cache);
-  a.values = map_of(p, p.value_cache);
   a.params = p;
   a.header = static_cast<Header*>(workspace);
   a.tiles = reinterpret_cast<Tile*>(static_cast<char*>(workspace) + kHeaderBytes);
-  a.max_tiles = int32_t(max_tiles(p));
+  a.max_tiles = int32_t(max_tiles(p, kind));
   a.group = int32_t(p.num_heads / p.num_kv_heads);
-  a.tile_rows = tile_rows(p);
-  a.queries = map_of_queries(p, a.group, a.tile_rows);
+  a.tile_rows = tile_rows(p, kind);
+  a.max_blocks = current_device().num_sms;
+  if (kind == Kind::wgmma) {
+    a.keys = map_of(p, p.key_cache);
+    a.values = map_of(p, p.value_cache);
+    a.queries = map_of_queries(p, a.group, a.tile_rows);
+  } else {
+    a.max_blocks *= mma_sync::blocks_of_sm(head_size_class(p));
+  }
   a.decode_rows = decode_rows;
   const double capacity = double(p.max_blocks) * double(p.block_size);  // in tokens; may pass 2^63
   a.capacity = capacity < double(1 << 30) ? int32_t(capacity) : 1 << 30;
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
   a.log2_block_size = log2_of(p.block_size);
-  a.max_blocks = current_device().num_sms;
   a.outside = outside;
   return a;
 }
 
 // Here one thread block does a unit of work from begin to end; the decode kernel splits keys among thread blocks, and is
 // faster with units for less than an eighth of the SMs. (Deterministic results must not hang on a row's neighbours.)
-bool fills_chip(const AttentionParams& p) {
-  return 8 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p);
+bool fills_chip(const AttentionParams& p, Kind kind) {
+  return 8 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p, kind);
 }
 
-}  // namespace
-
-bool fits(const AttentionParams& p) {
-  // A tensor map has 40 bits for the bytes of a stride, in units of 16.
-  const auto fits_stride = [](int64_t stride, int64_t size) {
-    return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t(1) << 38);
-  };
+// What both kernels ask for: whole chunks of 16 bytes, and numbers that 32 bits hold.
+bool fits_any(const AttentionParams& p) {
   const auto is_aligned = [](const void* data) { return reinterpret_cast<intptr_t>(data) % 16 == 0; };
+  const auto in_chunks = [](int64_t stride, int64_t size) { return size == 1 || stride % 8 == 0; };
   const auto fits_cache = [&](const Cache& c) {
     return c.dtype == p.query_dtype && c.scale.kind == ScaleKind::none && c.head_size <= 256 && c.head_size % 8 == 0 &&
-           is_aligned(c.data) && fits_stride(c.block_stride, p.num_blocks) &&
-           fits_stride(c.slot_stride, p.block_size) && fits_stride(c.head_stride, p.num_kv_heads);
+           is_aligned(c.data) && in_chunks(c.block_stride, p.num_blocks) && in_chunks(c.slot_stride, p.block_size) &&
+           in_chunks(c.head_stride, p.num_kv_heads);
   };
   const auto fits_int32 = [](int64_t value) { return value > 0 && value < INT32_MAX; };
   const int64_t group = p.num_heads / p.num_kv_heads;
   return p.query_dtype != DType::float32 && p.mask.kind == MaskKind::none && !p.alibi_slopes && p.scale > 0.0f &&
-         group <= 128 && p.block_size % kBoxKeys == 0 && fits_int32(p.block_size) && fits_int32(p.num_blocks) &&
+         group <= 128 && fits_int32(p.block_size) && fits_int32(p.num_blocks) &&
          double(p.num_tokens) * double(p.num_heads) < double(1 << 30) && fits_cache(p.key_cache) &&
          fits_cache(p.value_cache) && is_aligned(p.query) && is_aligned(p.out) &&
-         fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads) &&
-         p.max_seqlen_q * group > kDecodeRows && (p.deterministic || fills_chip(p)) && is_hopper();
+         in_chunks(p.query_token_stride, p.num_tokens) && in_chunks(p.query_head_stride, p.num_heads) &&
+         p.max_seqlen_q * group > kDecodeRows;
 }
 
-int64_t workspace_bytes(const AttentionParams& p) { return kHeaderBytes + max_tiles(p) * int64_t(sizeof(Tile)); }
+// The copy engine's boxes are 16 slots of a block; a tensor map has 40 bits for the bytes of a stride.
+bool fits_tensor_maps(const AttentionParams& p) {
+  const auto fits_stride = [](int64_t stride, int64_t size) {
+    return size == 1 || (stride > 0 && stride < int64_t(1) << 38);
+  };
+  const auto fits_cache = [&](const Cache& c) {
+    return fits_stride(c.block_stride, p.num_blocks) && fits_stride(c.slot_stride, p.block_size) &&
+           fits_stride(c.head_stride, p.num_kv_heads);
+  };
+  return p.block_size % kBoxKeys == 0 && fits_cache(p.key_cache) && fits_cache(p.value_cache) &&
+         fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads);
+}
 
-void launch(const AttentionParams& p, int32_t decode_rows, bool outside, void* workspace, cudaStream_t stream) {
-  const Launch a = launch_of(p, decode_rows, outside, workspace);
-  const int size_class = head_size_class(p);
+}  // namespace
+
+Kind kind_for(const AttentionParams& p) {
+  if (!fits_any(p)) return Kind::none;
+  const Kind kind = is_hopper() && fits_tensor_maps(p) ? Kind::wgmma : Kind::mma_sync;
+  const bool fits = tile_rows(p, kind) > 0 && (p.deterministic || fills_chip(p, kind));
+  return fits ? kind : Kind::none;
+}
+
+int64_t workspace_bytes(const AttentionParams& p, Kind kind) {
+  return kHeaderBytes + max_tiles(p, kind) * int64_t(sizeof(Tile));
+}
+
+void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace,
+            cudaStream_t stream) {
+  const Launch a = launch_of(p, kind, decode_rows, outside, workspace);
   schedule<<<1, kScheduleThreads, 0, stream>>>(a);
   check_launch("paged_attention");
-  if (p.query_dtype == DType::float16) return launch_float16(a, size_class, stream);
-  launch_bfloat16(a, size_class, stream);
+  const bool is_half = p.query_dtype == DType::float16;
+  const auto run = kind == Kind::wgmma ? (is_half ? launch_float16 : launch_bfloat16)
+                                       : (is_half ? mma_sync::launch_float16 : mma_sync::launch_bfloat16);
+  run(a, head_size_class(p), stream);
 }
 
 }  // namespace paged_kv::cuda::prefill

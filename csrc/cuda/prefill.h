@@ -1,4 +1,4 @@
-// The prefill kernel of Hopper (docs/kernels/prefill.md) as paged_attention.cu sees it.
+// The prefill kernels as paged_attention.cu sees them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,13 +10,17 @@ namespace paged_kv::cuda::prefill {
 // Packed rows (query token x head of the group) of a sequence up to which the decode kernel serves it.
 inline constexpr int32_t kDecodeRows = 64;
 
-// Does the kernel take the long sequences of this call?
-bool fits(const AttentionParams& params);
+// Which kernel takes the long sequences of a call: that of Hopper (docs/kernels/prefill.md), that of every chip
+// (docs/kernels/prefill_mma.md), or none.
+enum class Kind { none, wgmma, mma_sync };
+
+Kind kind_for(const AttentionParams& params);
 
 // Bytes of scratch memory, 256-byte aligned, that launch() needs.
-int64_t workspace_bytes(const AttentionParams& params);
+int64_t workspace_bytes(const AttentionParams& params, Kind kind);
 
 // Serves the sequences of more than `decode_rows` packed rows. `outside`: gives zeros to tokens of no sequence.
-void launch(const AttentionParams& params, int32_t decode_rows, bool outside, void* workspace, cudaStream_t stream);
+void launch(const AttentionParams& params, Kind kind, int32_t decode_rows, bool outside, void* workspace,
+            cudaStream_t stream);
 
 }  // namespace paged_kv::cuda::prefill

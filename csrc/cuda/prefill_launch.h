@@ -1,7 +1,11 @@
-// Joins the parts of the prefill kernel: its host side (prefill.cu) and its instances (prefill_*.cu).
+// Joins the parts of the prefill kernels: their host side (prefill.cu) and their instances (prefill_*.cu).
 #pragma once
 
 #include <cuda.h>
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
 
 #include "launch.h"
 
@@ -19,7 +23,7 @@ struct alignas(32) Tile {
 struct Header {
   int32_t num_tiles;
   int32_t next_unit;  // units are taken from here
-  int32_t num_blocks;  // thread blocks that take units; the others make room for the decode kernel
+  int32_t num_blocks;  // of the Hopper kernel, thread blocks that take units; others make room for the decode kernel
   int32_t section;  // kv heads whose units come before those of the next heads
 };
 
@@ -39,12 +43,37 @@ struct Launch {
   bool outside;
 };
 
-// Shapes of a kernel instance.
+// Packed rows of an item, by the class of head sizes: 64, 128 or 256.
 inline constexpr int rows_of(int head_size_class) { return head_size_class == 256 ? 128 : 192; }
 
-// Launches the instance of a class of head sizes: 64, 128 or 256. `can_run`: was it built for the current device?
+// Launches the instance of a class. `can_run`: was it built for the current device?
 void launch_float16(const Launch& launch, int head_size_class, cudaStream_t stream);
 void launch_bfloat16(const Launch& launch, int head_size_class, cudaStream_t stream);
 bool can_run();
+
+namespace mma_sync {
+
+inline constexpr int rows_of(int head_size_class) { return head_size_class == 256 ? 64 : 128; }
+inline constexpr int blocks_of_sm(int head_size_class) { return head_size_class == 64 ? 3 : 2; }
+
+void launch_float16(const Launch& launch, int head_size_class, cudaStream_t stream);
+void launch_bfloat16(const Launch& launch, int head_size_class, cudaStream_t stream);
+
+}  // namespace mma_sync
+
+// Calls function(head size class, has softcap) with the two as constants.
+template <class Function>
+void dispatch_instance(const Launch& launch, int head_size_class, Function&& function) {
+  const auto choose = [&](auto size) {
+    if (launch.params.softcap > 0.0f) return function(size, std::true_type{});
+    function(size, std::false_type{});
+  };
+  switch (head_size_class) {
+    case 64: return choose(std::integral_constant<int, 64>{});
+    case 128: return choose(std::integral_constant<int, 128>{});
+    case 256: return choose(std::integral_constant<int, 256>{});
+    default: throw std::logic_error("no prefill kernel has head size " + std::to_string(head_size_class));
+  }
+}
 
 }  // namespace paged_kv::cuda::prefill
