@@ -368,6 +368,32 @@ def test_clear_and_drop_give_blocks_back() -> None:
     pool.check()
 
 
+def test_caches_in_a_circle_give_their_blocks_back_when_those_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code and tracebacks keep dead caches alive until the garbage collector comes: a pool that is short asks it,
+    once until it has room again."""
+    prefix_cache, searches = PrefixCache(), []
+    search = gc.collect
+    monkeypatch.setattr("torch_paged_kv.storage.gc.collect", lambda: searches.append(search()))
+    first = cached(prefix_cache, torch.arange(16)[None], num_blocks=4)
+    first.__dict__["circle"] = [first]
+    gc.disable()
+    try:
+        del first
+        second = cached(prefix_cache, torch.arange(100, 116)[None])
+    finally:
+        gc.enable()
+    assert len(searches) == 1
+    prefix_cache.check(second)
+    third = core_cache(prefix_cache)
+    for _ in range(3):
+        with pytest.raises(OutOfBlocksError):
+            write(third, 16)
+    assert len(searches) == 2
+    second.reset()
+    write(third, 16)
+    assert len(searches) == 2
+
+
 def test_check_finds_a_leak() -> None:
     prefix_cache = PrefixCache()
     cache = cached(prefix_cache, torch.arange(8)[None], num_blocks=4)

@@ -89,7 +89,7 @@ def restore(cache: PagedKVCache, sequences: Sequences, fill: Callable[[list[int]
     pool.take(sequences.num_blocks)
     acquired = pool.acquire(sequences.num_blocks)
     try:
-        blocks: list[int] = acquired.tolist()
+        blocks: list[int] = sorted(acquired.tolist())  # those that follow one another may be filled as one
         table = torch.tensor([*blocks, -1], dtype=torch.int32)[sequences.table.long()]  # -1 finds the last entry
         cache.adopt(table, sequences.real.shape[1], None if bool(sequences.real.all()) else sequences.real)
         try:  # last: what comes behind it on the current stream waits for it, and the host with what it has to send

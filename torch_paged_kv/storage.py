@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class KVPool(BlockPool):
         self._abandoned: list[Rows] = []  # of caches that are gone; their blocks go back when somebody counts
         self._abandoned_blocks: list[list[int]] = []  # likewise, of holders without rows
         self._reclaimers: list[weakref.WeakMethod[Callable[[int], int]]] = []
+        self._searched = False  # for caches that are gone, since there was room last
 
     def lane(self, index: int) -> Tensor:
         """Storage of lane ``index``: ``[num_blocks, elements]``."""
@@ -151,7 +153,13 @@ class KVPool(BlockPool):
             self.free_bound = self.num_free
             self.bound_stale = False
             self._reclaim(wanted)
-        return wanted <= self.free_bound
+            if wanted > self.free_bound and not self.growable and not self._searched:
+                self._searched = True
+                self._find_lost(wanted)
+        enough = wanted <= self.free_bound
+        if enough and self._searched:  # a module's attributes are slow to set
+            self._searched = False
+        return enough
 
     def take(self, wanted: int) -> None:
         """Let the host's bound follow a step that takes at most ``wanted`` blocks."""
@@ -178,6 +186,16 @@ class KVPool(BlockPool):
             reclaim = reference()
             if reclaim is not None and wanted > self.free_bound and reclaim(wanted - self.free_bound) > 0:
                 self.free_bound = self.num_free  # what they let go of may have other holders
+
+    def _find_lost(self, wanted: int) -> None:
+        """Take the blocks of caches back that refer to one another in a circle: only the garbage collector finds them.
+
+        It may take a tenth of a second, so a pool that stays short asks once, not in each step.
+        """
+        gc.collect()
+        if self._abandoned or self._abandoned_blocks:
+            self.free_bound = self.num_free
+            self._reclaim(wanted)
 
     def collect(self) -> None:
         """Take the blocks of holders that are gone back."""

@@ -10,7 +10,6 @@ template <class T>
 struct SixteenBit {
   using Operand = T;
   static constexpr int kBytes = 2;
-  static constexpr bool kIntegers = false;
 };
 
 __device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
@@ -21,7 +20,6 @@ __device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t select
 struct E4M3 {
   using Operand = Float16;
   static constexpr int kBytes = 1;
-  static constexpr bool kIntegers = false;
 
   template <int a, int b, int c, int d>
   __device__ static void expand(uint32_t word, uint32_t& first, uint32_t& second) {
@@ -41,7 +39,6 @@ struct E4M3 {
 struct E5M2 {  // the upper byte of a float16
   using Operand = Float16;
   static constexpr int kBytes = 1;
-  static constexpr bool kIntegers = false;
 
   template <int a, int b, int c, int d>
   __device__ static void expand(uint32_t word, uint32_t& first, uint32_t& second) {
@@ -53,7 +50,6 @@ struct E5M2 {  // the upper byte of a float16
 struct Int8 {
   using Operand = Float16;
   static constexpr int kBytes = 1;
-  static constexpr bool kIntegers = true;  // keys enter their product as they are
 
   template <int a, int b, int c, int d>
   __device__ static void expand(uint32_t word, uint32_t& first, uint32_t& second) {

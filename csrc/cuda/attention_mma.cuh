@@ -129,7 +129,7 @@ struct State {
   }
 
   // The same for keys that come as bytes: lane l holds dims 4 * (l % 4) .. + 3 of a step, as it does of the keys. Rows
-  // are divided by a power of two that float16 holds them, or integers of 15 bits; their logits are multiplied by it.
+  // are divided by a power of two that float16 holds them; their logits are multiplied by it.
   __device__ void load_scaled_queries(const AttentionLaunch& a, const Segment& s, int t) {
     const int lane = threadIdx.x % kWarp;
     const uint16_t* row = query_row(a, s, t);
@@ -150,25 +150,16 @@ struct State {
     largest = max(largest, __shfl_xor_sync(kFullMask, largest, 2));
     const uint32_t exponent = largest >> 23;
     const bool scales = exponent > 0 && exponent < 254;
-    float unit = scales ? __uint_as_float(exponent << 23) : 1.0f;
-    float inverse = scales ? __uint_as_float((254 - exponent) << 23) : 1.0f;
-    if constexpr (Format::kIntegers) {
-      constexpr float kRange = 8192.0f;  // magnitudes are below twice that
-      unit = exponent < 254 ? unit / kRange : NAN;  // no integer says infinity
-      inverse *= kRange;
-    }
+    const float unit = scales ? __uint_as_float(exponent << 23) : 1.0f;
+    const float inverse = scales ? __uint_as_float((254 - exponent) << 23) : 1.0f;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      float values[4];
+    for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = sixteen_bits(i < 2 ? raw[step].x : raw[step].y, i % 2, is_half) * inverse;
-      if constexpr (Format::kIntegers) {
-        split_bytes(values, queries[t][step]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) queries[t][step][i] = pack(values[2 * i], values[2 * i + 1], Float16{});
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t word = i == 0 ? raw[step].x : raw[step].y;
+        queries[t][step][i] =
+            pack(sixteen_bits(word, 0, is_half) * inverse, sixteen_bits(word, 1, is_half) * inverse, Float16{});
       }
-    }
     const float factor = a.scale * kLog2e * static_scale(a.params.key_cache, s);
 #pragma unroll
     for (int c = 0; c < 2; ++c) factors[t][c] = factor * __shfl_sync(kFullMask, unit, 8 * (lane % 4) + 4 * c);
@@ -177,17 +168,6 @@ struct State {
   __device__ static float sixteen_bits(uint32_t word, int half, bool is_half) {
     const uint32_t bits = half ? word >> 16 : word & 0xffff;
     return is_half ? to_float(Float16{uint16_t(bits)}) : __uint_as_float(bits << 16);
-  }
-
-  // Four integers of 15 bits as the bytes of two words: 256 * words[0] + words[1].
-  __device__ static void split_bytes(const float (&values)[4], uint32_t (&words)[2]) {
-    words[0] = words[1] = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int32_t value = __float2int_rn(values[i]), high = (value + 128) >> 8;
-      words[0] |= (uint32_t(high) & 0xff) << 8 * i;
-      words[1] |= (uint32_t(value) & 0xff) << 8 * i;  // value - 256 * high
-    }
   }
 
   __device__ void multiply_keys(float (&scores)[4], const Fragment& keys_fragment, int t, int step) const {
@@ -200,15 +180,11 @@ struct State {
     }
   }
 
-  // Calls use(step, A operand of keys) for each 16 dims, or 32 dims of integers.
+  // Calls use(step, A operand of keys) for each 16 dims.
   template <class Use>
   __device__ void for_keys(uint32_t stage, const Use& use) const {
     const uint32_t own = stage + key_lane;
-    if constexpr (Format::kIntegers) {
-#pragma unroll
-      for (int step = 0; step < kSteps; step += 2)
-        use(step, load_matrices((own ^ (step % 8 << 4)) + step / 8 * 128));
-    } else if constexpr (kExpands) {  // matrices (keys 0-7, 8-15) x (dims 0-15, 16-31): a lane's word is four dims of a key
+    if constexpr (kExpands) {  // matrices (keys 0-7, 8-15) x (dims 0-15, 16-31): a lane's word is four dims of a key
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
         const Fragment k = load_matrices((own ^ (step % 8 << 4)) + step / 8 * 128);
@@ -257,32 +233,16 @@ struct State {
     return step * 16 + (kExpands ? lane / 4 * 2 + i / 2 : lane / 4 + i / 2 * 8);
   }
 
-  // S^T = K Q^T, as two sums that do not wait for one another: of even and odd steps, or of the upper and the lower bytes
-  // of the queries.
-  __device__ void score(float (&scores)[kTiles][4], uint32_t stage) const {
-    using Sum = std::conditional_t<Format::kIntegers, int32_t, float>;
-    Sum first[kTiles][4] = {}, second[kTiles][4] = {};
+  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>& notes, int32_t tile) {
+    float scores[kTiles][4] = {}, odd[kTiles][4] = {};
     for_keys(stage, [&](int step, const Fragment& k) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        if constexpr (Format::kIntegers) {
-          multiply(first[t], k, queries[t][step][0], queries[t][step + 1][0]);
-          multiply(second[t], k, queries[t][step][1], queries[t][step + 1][1]);
-        } else {
-          multiply_keys(step % 2 ? second[t] : first[t], k, t, step);
-        }
-      }
+      for (int t = 0; t < kTiles; ++t) multiply_keys(step % 2 ? odd[t] : scores[t], k, t, step);
     });
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)  // of integers: below 2^31 up to 256 dims
-        scores[t][i] = Format::kIntegers ? float(first[t][i] * 256 + second[t][i]) : float(first[t][i] + second[t][i]);
-  }
-
-  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>& notes, int32_t tile) {
-    float scores[kTiles][4];
-    score(scores, stage);
+      for (int i = 0; i < 4; ++i) scores[t][i] += odd[t][i];
     float value_factors[2] = {1.0f, 1.0f};
     if constexpr (kExpands) {
       if (slot_scales) apply_slot_scales(a, notes, scores, value_factors);

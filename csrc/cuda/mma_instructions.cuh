@@ -95,13 +95,6 @@ __device__ inline void multiply(float (&c)[4], const Fragment& a, const uint32_t
       : "r"(a.data[0]), "r"(a.data[1]), "r"(a.data[2]), "r"(a.data[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// c[16 x 8] += a[16 x 32] b[32 x 8], bytes of signed integers; exact.
-__device__ inline void multiply(int32_t (&c)[4], const Fragment& a, uint32_t b_low, uint32_t b_high) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a.data[0]), "r"(a.data[1]), "r"(a.data[2]), "r"(a.data[3]), "r"(b_low), "r"(b_high));
-}
-
 __device__ inline uint32_t pack(float low, float high, BFloat16) {
   uint32_t result;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
