@@ -18,6 +18,7 @@ PAGES = {
     "results/cpu_xeon.md": "benchmarks/results/cpu_xeon.md",
     "results/h200.md": "benchmarks/results/h200.md",
     "results/h200_decode.md": "benchmarks/results/h200_decode.md",
+    "results/h200_prefill.md": "benchmarks/results/h200_prefill.md",
     "results/h200_shared_prefix.md": "benchmarks/results/h200_shared_prefix.md",
     "results/h200_capacity.md": "benchmarks/results/h200_capacity.md",
     "results/reliability.md": "reliability/results/cpu.md",

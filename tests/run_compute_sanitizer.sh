@@ -5,7 +5,7 @@
 #   TOOLS=racecheck JOBS=8 tests/run_compute_sanitizer.sh tests/test_merge.py
 #
 # PYTHON chooses the interpreter, which needs torch with CUDA and the test extra. LOGS: a folder for what was printed.
-# GPUS: numbers of those to use. OPTIONS: more options of compute-sanitizer.
+# GPUS: numbers of those to use.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python} JOBS=${JOBS:-4} LOGS=${LOGS:-$(mktemp -d)}
@@ -24,13 +24,16 @@ grep replay "$LOGS/tests" >"$LOGS/part_replay" || rm "$LOGS/part_replay"
 failed=0
 for tool in ${TOOLS:-memcheck racecheck initcheck}; do
     number=0
+    # Shared memory is a kernel's own: only ours are watched. (A build of which a barrier was taken
+    # out is found so, and not with another name.)
+    case $tool in racecheck) only="--kernel-name kns=paged_kv" ;; *) only= ;; esac
     for part in "$LOGS"/part*; do
         # Without torch's pool of memory each tensor is an allocation whose ends are known; captures need the pool.
         case $part in *replay) own=0 ;; *) own=1 ;; esac
         log="$LOGS/$tool.${part##*/}"
         gpu=$(echo $GPUS | cut -d " " -f $((number % $(echo $GPUS | wc -w) + 1)))
         CUDA_VISIBLE_DEVICES=$gpu PYTORCH_NO_CUDA_MEMORY_CACHING=$own \
-            compute-sanitizer --tool "$tool" ${OPTIONS:-} --error-exitcode 9 --log-file "$log.errors" \
+            compute-sanitizer --tool "$tool" $only --log-file "$log.errors" \
             "$PYTHON" -m pytest -q -p no:cacheprovider "@$part" >"$log" 2>&1 || echo "exit $?" >>"$log" &
         number=$((number + 1))
     done
@@ -38,7 +41,9 @@ for tool in ${TOOLS:-memcheck racecheck initcheck}; do
     for part in "$LOGS"/part*; do
         log="$LOGS/$tool.${part##*/}"
         echo "$tool ${part##*/}: $(tail -n 1 "$log"); $(grep -h SUMMARY "$log.errors" || echo no summary)"
-        ! grep -q "^exit" "$log" || failed=1
+        # What initcheck finds in the kernels of others is theirs: reductions of torch read what their blocks left.
+        case $tool in initcheck) found="at .*paged_kv::" ;; *) found="SUMMARY.*[1-9][0-9]* (error|hazard)" ;; esac
+        if grep -q "^exit" "$log" || ! grep -q SUMMARY "$log.errors" || grep -qE "$found" "$log.errors"; then failed=1; fi
     done
 done
 exit $failed

@@ -369,8 +369,8 @@ def test_clear_and_drop_give_blocks_back() -> None:
 
 
 def test_caches_in_a_circle_give_their_blocks_back_when_those_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code and tracebacks keep dead caches alive until the garbage collector comes: a pool that is short asks it,
-    once until it has room again."""
+    """Compiled code and tracebacks keep dead caches alive until the garbage collector comes. A pool that is short asks
+    for it, once until it has room again."""
     prefix_cache, searches = PrefixCache(), []
     search = gc.collect
     monkeypatch.setattr("torch_paged_kv.storage.gc.collect", lambda: searches.append(search()))

@@ -362,7 +362,9 @@ std::vector<Run> runs_of(const CopyBlocksParams& params) {
   return runs;
 }
 
-bool is_dense(const CopyLane& lane) { return lane.source_stride == lane.bytes && lane.destination_stride == lane.bytes; }
+bool is_dense(const CopyLane& lane) {
+  return lane.source_stride == lane.bytes && lane.destination_stride == lane.bytes;
+}
 
 void copy_run(const CopyLane& lane, const Run& run, cudaStream_t stream) {
   const int64_t there = lane.source_blocks - run.source, here = lane.destination_blocks - run.destination;

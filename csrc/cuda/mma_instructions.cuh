@@ -22,7 +22,8 @@ __device__ inline void copy_async(uint32_t target, const void* source, bool vali
 
 // The same for what others will read soon: without a word about the L2.
 __device__ inline void copy_async(uint32_t target, const void* source, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(valid ? 16 : 0));
 }
 
 // 4 bytes likewise.

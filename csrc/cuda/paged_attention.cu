@@ -158,7 +158,8 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   const int64_t key_size = params.key_cache.head_size, value_size = params.value_cache.head_size;
   const int64_t size = key_size > value_size ? key_size : value_size;
   plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
-  plan.rows = plan.tensor_cores ? rows_for(params, plan.head_size_class, plan.prefill != prefill::Kind::none) : general::kRows;
+  plan.rows =
+      plan.tensor_cores ? rows_for(params, plan.head_size_class, plan.prefill != prefill::Kind::none) : general::kRows;
   const int blocks = plan.tensor_cores ? mma_blocks_of_sm(int(size_of(params.key_cache.dtype)), plan.rows) : 3;
   plan.grid = device.num_sms * blocks;
   plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, blocks, device.shared_bytes) : general::kWarps;

@@ -115,7 +115,8 @@ __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_consta
   __syncthreads();
   const int32_t count = positions[threadIdx.x], before = sum_before(count, sums);
   positions[threadIdx.x] = before;
-  if (threadIdx.x == kBuckets - 1) *a.header = {min(before + count, a.max_tiles), 0, blocks_for(a, work, decoded), section_for(a, keys_read)};
+  if (threadIdx.x == kBuckets - 1)
+    *a.header = {min(before + count, a.max_tiles), 0, blocks_for(a, work, decoded), section_for(a, keys_read)};
   __syncthreads();
   for_each_tile(a, [&](const Tile& t) {
     const int32_t position = atomicAdd(&positions[bucket(t)], 1);

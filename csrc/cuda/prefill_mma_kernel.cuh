@@ -72,8 +72,10 @@ class Worker {
       multiply_keys(scores);
       keep(next, slot ^ 1);
       __syncthreads();  // the keys are used up, the next places are known
-      if (more) copy_tile(a_.params.key_cache, keys_, item.kv_head, slot ^ 1);
-      else mma::commit_copies();
+      if (more)
+        copy_tile(a_.params.key_cache, keys_, item.kv_head, slot ^ 1);
+      else
+        mma::commit_copies();
       uint32_t weights[S::kGroups][S::kKeys / 16][4];
 #pragma unroll
       for (int g = 0; g < S::kGroups; ++g) {
@@ -92,8 +94,10 @@ class Worker {
       __syncthreads();  // the values are there
       multiply_values(out, weights);
       __syncthreads();  // the values are used up
-      if (more) copy_tile(a_.params.value_cache, values_, item.kv_head, slot ^ 1);
-      else mma::commit_copies();
+      if (more)
+        copy_tile(a_.params.value_cache, values_, item.kv_head, slot ^ 1);
+      else
+        mma::commit_copies();
     }
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
@@ -164,7 +168,8 @@ class Worker {
       const uint32_t flip = step * 2 % 8 << 4, offset = step * 2 / 8 * 128;
       Fragment rows[S::kGroups];
 #pragma unroll
-      for (int g = 0; g < S::kGroups; ++g) rows[g] = mma::load_matrices((own_rows ^ flip) + offset + g * 64 * S::kRowBytes);
+      for (int g = 0; g < S::kGroups; ++g)
+        rows[g] = mma::load_matrices((own_rows ^ flip) + offset + g * 64 * S::kRowBytes);
 #pragma unroll
       for (int pair = 0; pair < S::kKeys / 16; ++pair) {
         const Fragment keys = mma::load_matrices((own_keys ^ flip) + offset + pair * 16 * S::kRowBytes);
@@ -187,7 +192,7 @@ class Worker {
             mma::load_matrices_transposed((own ^ (pair * 2 % 8 << 4)) + pair * 2 / 8 * 128 + step * 16 * S::kRowBytes);
 #pragma unroll
         for (int g = 0; g < S::kGroups; ++g) {
-          const uint32_t(&w)[4] = weights[g][step];
+          const uint32_t (&w)[4] = weights[g][step];
           multiply_pair(out[g], pair, Fragment{{w[0], w[1], w[2], w[3]}}, values);
         }
       }
@@ -199,7 +204,7 @@ class Worker {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t operand[2] = {columns.data[2 * half], columns.data[2 * half + 1]};
-      mma::multiply(reinterpret_cast<float(&)[4]>(sums[8 * pair + 4 * half]), rows, operand, T{});
+      mma::multiply(reinterpret_cast<float (&)[4]>(sums[8 * pair + 4 * half]), rows, operand, T{});
     }
   }
 

@@ -215,52 +215,52 @@ struct Softmax {
   }
 };
 
-  // Four lanes hold two columns each of four blocks of 8 columns; after this lane q holds block q whole.
-  __device__ inline uint4 gather_block(const uint32_t (&words)[4]) {
-    const int lane = threadIdx.x % 4;
-    const bool odd = lane & 1, high = lane & 2;
-    uint32_t pairs[2][2];  // of blocks 2i + odd: the columns of lanes lane & 2, (lane & 2) + 1
+// Four lanes hold two columns each of four blocks of 8 columns; after this lane q holds block q whole.
+__device__ inline uint4 gather_block(const uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % 4;
+  const bool odd = lane & 1, high = lane & 2;
+  uint32_t pairs[2][2];  // of blocks 2i + odd: the columns of lanes lane & 2, (lane & 2) + 1
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t kept = odd ? words[2 * i + 1] : words[2 * i];
-      const uint32_t other = __shfl_xor_sync(kFullMask, odd ? words[2 * i] : words[2 * i + 1], 1);
-      pairs[i][0] = odd ? other : kept;
-      pairs[i][1] = odd ? kept : other;
-    }
-    const uint32_t first = __shfl_xor_sync(kFullMask, high ? pairs[0][0] : pairs[1][0], 2);
-    const uint32_t second = __shfl_xor_sync(kFullMask, high ? pairs[0][1] : pairs[1][1], 2);
-    return high ? uint4{first, second, pairs[1][0], pairs[1][1]} : uint4{pairs[0][0], pairs[0][1], first, second};
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t kept = odd ? words[2 * i + 1] : words[2 * i];
+    const uint32_t other = __shfl_xor_sync(kFullMask, odd ? words[2 * i] : words[2 * i + 1], 1);
+    pairs[i][0] = odd ? other : kept;
+    pairs[i][1] = odd ? kept : other;
   }
+  const uint32_t first = __shfl_xor_sync(kFullMask, high ? pairs[0][0] : pairs[1][0], 2);
+  const uint32_t second = __shfl_xor_sync(kFullMask, high ? pairs[0][1] : pairs[1][1], 2);
+  return high ? uint4{first, second, pairs[1][0], pairs[1][1]} : uint4{pairs[0][0], pairs[0][1], first, second};
+}
 
-  // The results of this thread's two rows; `factor` takes raw scores to logits in base 2.
+// The results of this thread's two rows; `factor` takes raw scores to logits in base 2.
 template <class T, int kHeadSize>
 __device__ void store_rows(const Launch& a, const float (&out)[kHeadSize / 2], const Softmax& softmax, const Rows& rows,
                            float factor) {
   const AttentionParams& p = a.params;
   const int lane = threadIdx.x % 4;
-    const int32_t chunks = int32_t(p.value_cache.head_size) / 8;
+  const int32_t chunks = int32_t(p.value_cache.head_size) / 8;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int32_t out_row = rows.out_row[r];
-      const float sum = softmax.sum[r], base = softmax.base[r] * factor;  // in base 2
-      float total = sum;
-      if (p.sinks && sum != 0.0f && out_row >= 0)
-        total += fast_exp2(p.sinks[out_row % int32_t(p.num_heads)] * kLog2e - base);
-      const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-      uint4* target = static_cast<uint4*>(p.out) + int64_t(out_row) * chunks;
+  for (int r = 0; r < 2; ++r) {
+    const int32_t out_row = rows.out_row[r];
+    const float sum = softmax.sum[r], base = softmax.base[r] * factor;  // in base 2
+    float total = sum;
+    if (p.sinks && sum != 0.0f && out_row >= 0)
+      total += fast_exp2(p.sinks[out_row % int32_t(p.num_heads)] * kLog2e - base);
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+    uint4* target = static_cast<uint4*>(p.out) + int64_t(out_row) * chunks;
 #pragma unroll
-      for (int chunk = 0; chunk < kHeadSize / 8; chunk += 4) {
-        uint32_t words[4];
+    for (int chunk = 0; chunk < kHeadSize / 8; chunk += 4) {
+      uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = out + 4 * (chunk + i) + 2 * r;
-          words[i] = pack(pair[0] * inverse, pair[1] * inverse, T{});
-        }
-        const uint4 block = gather_block(words);
-        if (out_row >= 0 && chunk + lane < chunks) target[chunk + lane] = block;
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = out + 4 * (chunk + i) + 2 * r;
+        words[i] = pack(pair[0] * inverse, pair[1] * inverse, T{});
       }
-      if (p.lse && lane == 0 && out_row >= 0) p.lse[out_row] = sum == 0.0f ? -INFINITY : base * kLn2 + logf(sum);
+      const uint4 block = gather_block(words);
+      if (out_row >= 0 && chunk + lane < chunks) target[chunk + lane] = block;
     }
+    if (p.lse && lane == 0 && out_row >= 0) p.lse[out_row] = sum == 0.0f ? -INFINITY : base * kLn2 + logf(sum);
   }
+}
 
 }  // namespace paged_kv::cuda::prefill

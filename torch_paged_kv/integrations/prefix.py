@@ -77,7 +77,8 @@ def _with_prefix_cache(loop: Callable[..., Any]) -> Callable[..., Any]:
         if cache is None or prefix_cache is None or not _admit(model, cache, prefix_cache, input_ids, kwargs):
             return loop(model, input_ids, *args, **kwargs)
         output = loop(model, input_ids, *args, **kwargs)
-        cache.register_prompts()  # unless the first decode step did
+        if cache.register_prompts() and cache.seen <= input_ids.shape[1]:  # else the first decode step did
+            return output  # a first token is not stored yet: the prompts are all there is
         sequences = output if isinstance(output, Tensor) else output.sequences
         if loop.__name__ == "_sample" and sequences.shape[1] >= cache.seen:  # beams are handed out in another order
             ends = getattr(kwargs.get("generation_config"), "eos_token_id", None)

@@ -373,11 +373,13 @@ class PagedKVCache(core.PagedKVCache, DynamicCache):
         """Remember the prompts of a batch as soon as they are written."""
         self._expected = batch
 
-    def register_prompts(self) -> None:
-        """Remember the expected prompts, which are written now."""
+    def register_prompts(self) -> bool:
+        """Remember the expected prompts, which are written now; whether there were any."""
         batch, self._expected = self._expected, None
-        if batch is not None and self.prefix_cache is not None:
-            self.prefix_cache.register_batch(self, batch)
+        if batch is None or self.prefix_cache is None:
+            return False
+        self.prefix_cache.register_batch(self, batch)
+        return True
 
     def check(self) -> None:
         """Raise if the accounts of the pool do not close; nobody but the cache and its prefix cache may hold blocks."""
