@@ -153,13 +153,13 @@ struct State {
     const float unit = scales ? __uint_as_float(exponent << 23) : 1.0f;
     const float inverse = scales ? __uint_as_float((254 - exponent) << 23) : 1.0f;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+    for (int step = 0; step < kSteps; ++step) {
+      float values[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t word = i == 0 ? raw[step].x : raw[step].y;
-        queries[t][step][i] =
-            pack(sixteen_bits(word, 0, is_half) * inverse, sixteen_bits(word, 1, is_half) * inverse, Float16{});
-      }
+      for (int i = 0; i < 4; ++i) values[i] = sixteen_bits(i < 2 ? raw[step].x : raw[step].y, i % 2, is_half) * inverse;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) queries[t][step][i] = pack(values[2 * i], values[2 * i + 1], Float16{});
+    }
     const float factor = a.scale * kLog2e * static_scale(a.params.key_cache, s);
 #pragma unroll
     for (int c = 0; c < 2; ++c) factors[t][c] = factor * __shfl_sync(kFullMask, unit, 8 * (lane % 4) + 4 * c);
@@ -233,16 +233,22 @@ struct State {
     return step * 16 + (kExpands ? lane / 4 * 2 + i / 2 : lane / 4 + i / 2 * 8);
   }
 
-  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>& notes, int32_t tile) {
-    float scores[kTiles][4] = {}, odd[kTiles][4] = {};
+  // S^T = K Q^T, as two sums that do not wait for one another.
+  __device__ void score(float (&scores)[kTiles][4], uint32_t stage) const {
+    float even[kTiles][4] = {}, odd[kTiles][4] = {};
     for_keys(stage, [&](int step, const Fragment& k) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) multiply_keys(step % 2 ? odd[t] : scores[t], k, t, step);
+      for (int t = 0; t < kTiles; ++t) multiply_keys(step % 2 ? odd[t] : even[t], k, t, step);
     });
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[t][i] += odd[t][i];
+      for (int i = 0; i < 4; ++i) scores[t][i] = even[t][i] + odd[t][i];
+  }
+
+  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>& notes, int32_t tile) {
+    float scores[kTiles][4];
+    score(scores, stage);
     float value_factors[2] = {1.0f, 1.0f};
     if constexpr (kExpands) {
       if (slot_scales) apply_slot_scales(a, notes, scores, value_factors);
