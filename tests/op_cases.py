@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ EIGHT_BIT_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 LAYOUTS = ["plain", "heads_first", "fused", "interleaved", "slice"]
 
 INT32_MAX = 2**31 - 1
+
+# Off under compute-sanitizer alone (run_compute_sanitizer.sh), where what counts is how kernels access memory.
+VALUES_COUNT = os.environ.get("PAGED_KV_VALUES_COUNT", "1") != "0"
 
 
 def dtype_id(value: object) -> str | None:
@@ -228,6 +232,8 @@ class AttentionCase:
         assert out.dtype == self.query.dtype
         assert lse.dtype == torch.float32
         assert torch.equal(self.run(), out)
+        if not VALUES_COUNT:
+            return out, lse
         exact_out, exact_lse = self.in_dtype(torch.float64)
         naive_outs, naive_lses = self.naive()
         assert_at_most_twice_naive(out, naive_outs, exact_out)

@@ -48,6 +48,14 @@ def ragged(batch: str, **changes: Any) -> AttentionCase:
     return attention_case(*BATCHES[batch], **changes)
 
 
+def test_check_compares_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nearly all tests here rest on fails on a wrong value, and is not switched off as under a sanitizer."""
+    right = reference.attention_in
+    monkeypatch.setattr(reference, "attention_in", lambda *a, **k: (right(*a, **k)[0] + 1e-3, right(*a, **k)[1]))
+    with pytest.raises(AssertionError, match="error"):
+        ragged("mixed").check()
+
+
 # ---- dtypes, sizes, layouts -----------------------------------------------------------------------------------------
 
 
