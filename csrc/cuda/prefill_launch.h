@@ -61,6 +61,13 @@ void launch_bfloat16(const Launch& launch, int head_size_class, cudaStream_t str
 
 }  // namespace mma_sync
 
+// A launch of max_blocks thread blocks.
+template <void (*kKernel)(Launch)>
+void launch_blocks(const Launch& launch, int threads, int64_t shared_bytes, cudaStream_t stream) {
+  launch_in_order<kKernel>(Order::beside_predecessor, dim3(unsigned(launch.max_blocks)), dim3(unsigned(threads)),
+                           shared_bytes, launch, stream, "paged_attention");
+}
+
 // Calls function(head size class, has softcap) with the two as constants.
 template <class Function>
 void dispatch_instance(const Launch& launch, int head_size_class, Function&& function) {

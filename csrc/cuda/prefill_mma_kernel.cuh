@@ -252,18 +252,12 @@ __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, Shape<kHeadSize>::
   }
 }
 
-template <class T, int kHeadSize, bool kSoftcap>
-void launch_instance(const Launch& launch, cudaStream_t stream) {
-  using S = Shape<kHeadSize>;
-  launch_in_order<attention<T, kHeadSize, kSoftcap>>(Order::beside_predecessor, dim3(unsigned(launch.max_blocks)),
-                                                     dim3(unsigned(S::kThreads)), S::kSharedBytes, launch, stream,
-                                                     "paged_attention");
-}
-
 template <class T>
 void launch_class(const Launch& launch, int head_size_class, cudaStream_t stream) {
   dispatch_instance(launch, head_size_class, [&](auto size, auto softcap) {
-    launch_instance<T, decltype(size)::value, decltype(softcap)::value>(launch, stream);
+    constexpr int kHeadSize = decltype(size)::value;
+    using S = Shape<kHeadSize>;
+    launch_blocks<attention<T, kHeadSize, decltype(softcap)::value>>(launch, S::kThreads, S::kSharedBytes, stream);
   });
 }
 
