@@ -16,6 +16,23 @@ from .pool import BlockPool
 from .scales import Scales
 
 
+class Backoff:
+    """When to try again what costs a tenth of a second and is seldom of use: after twice as many times as before."""
+
+    def __init__(self) -> None:
+        self._pause = self._left = 0
+
+    def is_due(self) -> bool:
+        """Whether to try this time."""
+        self._left -= 1
+        return self._left < 0
+
+    def note(self, success: bool) -> None:
+        """Say what came of it."""
+        self._pause = 0 if success else 2 * self._pause + 1
+        self._left = self._pause
+
+
 class KVPool(BlockPool):
     """A :class:`BlockPool` with the memory of its blocks: one *lane* of storage per layer of a group (and device).
 
@@ -44,7 +61,7 @@ class KVPool(BlockPool):
         self._abandoned: list[Rows] = []  # of caches that are gone; their blocks go back when somebody counts
         self._abandoned_blocks: list[list[int]] = []  # likewise, of holders without rows
         self._reclaimers: list[weakref.WeakMethod[Callable[[int], int]]] = []
-        self._searched = False  # for caches that are gone, since there was room last
+        self._searches = Backoff()  # for caches that are gone
 
     def lane(self, index: int) -> Tensor:
         """Storage of lane ``index``: ``[num_blocks, elements]``."""
@@ -153,13 +170,9 @@ class KVPool(BlockPool):
             self.free_bound = self.num_free
             self.bound_stale = False
             self._reclaim(wanted)
-            if wanted > self.free_bound and not self.growable and not self._searched:
-                self._searched = True
+            if wanted > self.free_bound and not self.growable and self._searches.is_due():
                 self._find_lost(wanted)
-        enough = wanted <= self.free_bound
-        if enough and self._searched:  # a module's attributes are slow to set
-            self._searched = False
-        return enough
+        return wanted <= self.free_bound
 
     def take(self, wanted: int) -> None:
         """Let the host's bound follow a step that takes at most ``wanted`` blocks."""
@@ -188,12 +201,11 @@ class KVPool(BlockPool):
                 self.free_bound = self.num_free  # what they let go of may have other holders
 
     def _find_lost(self, wanted: int) -> None:
-        """Take the blocks of caches back that refer to one another in a circle: only the garbage collector finds them.
-
-        It may take a tenth of a second, so a pool that stays short asks once, not in each step.
-        """
+        """Take the blocks back of caches that refer to one another in a circle: the garbage collector alone finds them."""
         gc.collect()
-        if self._abandoned or self._abandoned_blocks:
+        found = bool(self._abandoned or self._abandoned_blocks)
+        self._searches.note(found)
+        if found:
             self.free_bound = self.num_free
             self._reclaim(wanted)
 
