@@ -201,7 +201,7 @@ class KVPool(BlockPool):
                 self.free_bound = self.num_free  # what they let go of may have other holders
 
     def _find_lost(self, wanted: int) -> None:
-        """Take the blocks back of caches that refer to one another in a circle: the garbage collector alone finds them."""
+        """Take the blocks back of caches that refer to one another in a circle: only a garbage collector finds them."""
         gc.collect()
         found = bool(self._abandoned or self._abandoned_blocks)
         self._searches.note(found)
