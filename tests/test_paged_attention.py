@@ -50,8 +50,8 @@ def ragged(batch: str, **changes: Any) -> AttentionCase:
 
 def test_check_compares_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nearly all tests here rest on fails on a wrong value, and is not switched off as under a sanitizer."""
-    right = reference.attention_in
-    monkeypatch.setattr(reference, "attention_in", lambda *a, **k: (right(*a, **k)[0] + 1e-3, right(*a, **k)[1]))
+    right = AttentionCase.in_dtype
+    monkeypatch.setattr(AttentionCase, "in_dtype", lambda *a: (right(*a)[0] + 1e-3, right(*a)[1]))
     with pytest.raises(AssertionError, match="error"):
         ragged("mixed").check()
 
