@@ -64,15 +64,41 @@ def information(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 
 def test_info_says_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PAGED_KV_PREFILL", "1")
+    monkeypatch.setenv("PAGED_KV_ANYTHING", "1")
     facts = {"commit": "abc1234", "torch": "2.13", "cuda": "12.4", "archs": ["8.0+PTX", "9.0a"]}
     lines = information(monkeypatch, capsys, **facts, instruction_sets=["avx2"])
     assert lines["torch_paged_kv"] == f"{torch_paged_kv.__version__}, commit abc1234, built with torch 2.13"
     assert lines["torch"] == f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     assert lines["cuda library"] == "CUDA 12.4, for 8.0+PTX, 9.0a"
     assert lines["cpu"].startswith("kernels (generic, avx2), ")
-    assert "PAGED_KV_PREFILL=1" in lines["variables"]
+    assert "PAGED_KV_ANYTHING=1" in lines["variables"]
     assert {"python", "transformers", "cuda"} <= lines.keys()
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "prompts"),
+    [
+        ((9, 0), ["8.0", "9.0a"], "wgmma, mma.sync where blocks are no multiple of 16 tokens;"),
+        ((9, 0), ["8.0+PTX"], "mma.sync (built without 9.0a, which wgmma needs);"),
+        ((8, 0), ["8.0", "9.0a"], "mma.sync (wgmma is of sm_90);"),
+    ],
+)
+def test_info_says_which_kernel_attends_to_what(
+    capability: tuple[int, int],
+    archs: list[str],
+    prompts: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(__main__, "_cuda", lambda built: "kernels")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    lines = information(monkeypatch, capsys, cuda="13.0", archs=archs)
+    assert lines["prompts"].startswith(prompts)
+    assert ("e4m3 needs sm_89" in lines["decode"]) == (capability == (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "prompts" not in information(monkeypatch, capsys, cuda="13.0", archs=archs)
 
 
 def test_info_names_a_driver_that_is_too_old(

@@ -26,6 +26,7 @@ def info(arguments: argparse.Namespace) -> int:
         "cpu": _cpu(facts),
         "cuda": _cuda(_library.find_library("_C_cuda") is not None),
         "cuda library": _cuda_library(facts),
+        **_cuda_attention(facts),
         "variables": _variables(),
     }
     for name, value in lines.items():
@@ -57,6 +58,24 @@ def _cuda_library(facts: dict[str, Any]) -> str:
     if not facts.get("cuda"):
         return "none" if facts else "not known: the package was built before it wrote that down"
     return f"CUDA {facts['cuda']}, for {', '.join(facts['archs'])}"
+
+
+def _cuda_attention(facts: dict[str, Any]) -> dict[str, str]:
+    """Which kernel attends to what on the current GPU, and why; nothing where none is used."""
+    if not facts.get("cuda") or torch.version.cuda is None or not torch.cuda.is_available():
+        return {}
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        prompts = "mma.sync (wgmma is of sm_90)"
+    elif not any(arch.startswith("9.0a") for arch in facts["archs"]):
+        prompts = "mma.sync (built without 9.0a, which wgmma needs)"
+    else:
+        prompts = "wgmma, mma.sync where blocks are no multiple of 16 tokens"
+    caches = "8-bit ones too" if capability >= (8, 9) else "float8_e5m2 and int8 too (e4m3 needs sm_89)"
+    return {
+        "decode": f"tensor cores, caches of 16 bits, {caches}; a general kernel for float32, masks and odd head sizes",
+        "prompts": f"{prompts}; caches of 16 bits without mask and ALiBi, the others as decode",
+    }
 
 
 def _variables() -> str:
