@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 Call = Callable[[], object]
-WARM_UP = 0.02
+WARM_UP = 0.02  # seconds
 
 
 def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:

@@ -27,8 +27,8 @@ grep replay "$LOGS/tests" >"$LOGS/part_replay" || rm "$LOGS/part_replay"
 failed=0
 for tool in ${TOOLS:-memcheck racecheck initcheck}; do
     number=0
-    # Shared memory is a kernel's own: only ours are watched. (A build of which a barrier was taken
-    # out is found so, and not with another name.)
+    # Shared memory is a kernel's own: only ours are watched. (A build without one of its barriers is found so, and not
+    # with another name.)
     case $tool in racecheck) only="--kernel-name kns=paged_kv" ;; *) only= ;; esac
     for part in "$LOGS"/part*; do
         # Without torch's pool of memory each tensor is an allocation whose ends are known; captures need the pool.

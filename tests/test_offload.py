@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_paged_kv import OutOfBlocksError, PagedKVCache, PrefixCache
+from torch_paged_kv import OutOfBlocksError, PagedKVCache, PrefixCache, ops
 from torch_paged_kv.cache import PagedKVCache as CoreCache
 from torch_paged_kv.offload import HostTier
 
@@ -46,6 +46,22 @@ def assert_equal(mine: list[Tensor], theirs: list[Tensor]) -> None:
 
 def check(tier: HostTier, *caches: CoreCache) -> None:
     tier.pool.check(tier.holdings(), *(table for cache in caches for table in cache.tables()))
+
+
+def test_a_copy_that_fails_changes_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = new_cache(device, 10, num_seqs=2, num_blocks=24)
+    before = held(cache)
+    tier = HostTier(cache.pool, 20)
+    swapped = tier.swap_out(cache)
+    tier.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "swap_blocks", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tier.swap_in(cache, swapped)
+    assert (cache.seen, cache.pool.num_free, tier.num_free) == (0, 24, 8)
+    check(tier, cache)
+    tier.swap_in(cache, swapped)
+    assert_equal(held(cache), before)
 
 
 def test_out_and_back(device: torch.device) -> None:

@@ -43,6 +43,10 @@ __device__ inline int num_warps() { return blockDim.x / kWarp; }
 
 __device__ inline bool has_slot_scales(const Cache& cache) { return cache.scale.kind == ScaleKind::per_slot; }
 
+__device__ inline bool has_slot_scales(const AttentionParams& p) {
+  return has_slot_scales(p.key_cache) || has_slot_scales(p.value_cache);
+}
+
 // The value, to the compiler a number from nowhere: it keeps it in a register and does not compute it anew at each use.
 __device__ inline uint32_t kept(uint32_t value) {
   asm volatile("" : "+r"(value));
@@ -82,7 +86,7 @@ class Loader {
     value_in_row_ = lane() % kChunks * 16 < a.value_cache.head_size * Format::kBytes;
     whole_blocks_ = a.block_size.value % kKeys == 0;
     plain_ = whole_blocks_ && a.key_cache.slot_bytes == kRowBytes && a.value_cache.slot_bytes == kRowBytes;
-    slot_scales_ = has_slot_scales(a.params.key_cache) || has_slot_scales(a.params.value_cache);
+    slot_scales_ = has_slot_scales(a.params);
   }
 
   // Begins with segment `s`, which the schedule has given and moved past.
@@ -181,23 +185,27 @@ class Loader {
     const int32_t first = tile_ * kKeys, block = next_entry(), slot = slot_of(first);
     const bool whole = is_mapped(block) && first >= keys_.begin && first + kKeys <= keys_.end;
     if (plain_ && whole) {
-      if (lane() == 0) notes.visible = 0xffff;
-      copy_scales(block, slot + lane() % kKeys, true, notes);
       // With rows side by side, as in a pool that the library made, all addresses are constants away from the first.
       constexpr std::integral_constant<uint32_t, kRowsAtOnce * kRowBytes> step;
-      copy_rows(a_.key_cache, key_lane_, step, key_in_row_, block, slot, stage);
-      copy_rows(a_.value_cache, value_lane_, step, value_in_row_, block, slot, stage + S::kStageBytes / 2);
+      copy_whole(step, step, block, slot, stage, notes);
     } else if (!whole_blocks_) {
       copy_across_blocks(stage, notes);
     } else if (whole) {
-      if (lane() == 0) notes.visible = 0xffff;
-      copy_scales(block, slot + lane() % kKeys, true, notes);
-      copy_rows(a_.key_cache, key_lane_, kRowsAtOnce * a_.key_cache.slot_bytes, key_in_row_, block, slot, stage);
-      copy_rows(a_.value_cache, value_lane_, kRowsAtOnce * a_.value_cache.slot_bytes, value_in_row_, block, slot,
-                stage + S::kStageBytes / 2);
+      copy_whole(kRowsAtOnce * a_.key_cache.slot_bytes, kRowsAtOnce * a_.value_cache.slot_bytes, block, slot, stage,
+                 notes);
     } else {
       copy_scattered(block, slot + lane() % kKeys, stage, notes);
     }
+  }
+
+  // A tile of one block, of which all keys are there. The steps are those of copy_rows.
+  template <class Step>
+  __device__ void copy_whole(Step key_step, Step value_step, int32_t block, int32_t slot, uint32_t stage,
+                             Notes& notes) const {
+    if (lane() == 0) notes.visible = 0xffff;
+    copy_scales(block, slot + lane() % kKeys, true, notes);
+    copy_rows(a_.key_cache, key_lane_, key_step, key_in_row_, block, slot, stage);
+    copy_rows(a_.value_cache, value_lane_, value_step, value_in_row_, block, slot, stage + S::kStageBytes / 2);
   }
 
   __device__ void copy_across_blocks(uint32_t stage, Notes& notes) {

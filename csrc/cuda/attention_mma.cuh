@@ -53,7 +53,7 @@ struct State {
     key_lane = kept(swizzled<S::kRowBytes>(lane % 16, lane / 16));
     value_lane = kept(S::kStageBytes / 2 + swizzled<S::kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2));
     special = p.softcap > 0.0f || p.alibi_slopes;
-    slot_scales = has_slot_scales(p.key_cache) || has_slot_scales(p.value_cache);
+    slot_scales = has_slot_scales(p);
   }
 
   // Called by all threads of the block, behind a barrier.

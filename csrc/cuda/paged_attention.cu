@@ -1,9 +1,9 @@
 // paged_attention, host side: which kernel, how large a grid, where its partial results lie. The kernels find out on
 // the device who does what (attention_schedule.cuh). docs/kernels/decode.md.
 #include "attention_general.cuh"
+#include "attention_host.h"
 #include "attention_launch.h"
 #include "kernels.h"
-#include "prefill.h"
 
 namespace paged_kv::cuda {
 namespace {
@@ -79,8 +79,6 @@ int64_t max_units(const AttentionParams& p, int rows) {
   return p.num_kv_heads * (row_tiles + (kPieces - 1) * (row_tiles < cut ? row_tiles : cut));
 }
 
-int32_t clip_window(int64_t window) { return window < 0 || window > (1 << 30) ? -1 : int32_t(window); }
-
 // Rounds the multiplier up: exact for numbers below 2^31 (Granlund and Montgomery, 1994).
 Divisor divisor_of(uint32_t value) {
   uint32_t log = 0;
@@ -155,16 +153,14 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   const Device& device = current_device();
   plan.tensor_cores = fits_tensor_cores(params);
   plan.prefill = prefill::kind_for(params);
-  const int64_t key_size = params.key_cache.head_size, value_size = params.value_cache.head_size;
-  const int64_t size = key_size > value_size ? key_size : value_size;
-  plan.head_size_class = size <= 64 ? 64 : size <= 128 ? 128 : 256;
+  plan.head_size_class = head_size_class(params);
   plan.rows =
       plan.tensor_cores ? rows_for(params, plan.head_size_class, plan.prefill != prefill::Kind::none) : general::kRows;
   const int blocks = plan.tensor_cores ? mma_blocks_of_sm(int(size_of(params.key_cache.dtype)), plan.rows) : 3;
   plan.grid = device.num_sms * blocks;
   plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, blocks, device.shared_bytes) : general::kWarps;
   Workspace& w = plan.workspace;
-  w.row_stride = int32_t(round_up(value_size, 4));
+  w.row_stride = int32_t(round_up(params.value_cache.head_size, 4));
   w.slot_floats = int64_t(plan.rows) * (2 + w.row_stride);
   w.max_records = params.deterministic ? max_units(params, plan.rows) : 0;
   plan.num_slots = params.deterministic ? w.max_records : 2 * plan.grid;
@@ -189,8 +185,7 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.num_tokens = int32_t(p.num_tokens);
   a.num_kv_heads = int32_t(p.num_kv_heads);
   a.num_blocks = int32_t(p.num_blocks);
-  const double capacity = double(p.max_blocks) * double(p.block_size);  // in tokens; may pass 2^63
-  a.capacity = capacity < double(1 << 30) ? int32_t(capacity) : 1 << 30;
+  a.capacity = clipped_capacity(p);
   a.block_size = divisor_of(uint32_t(p.block_size < INT32_MAX ? p.block_size : INT32_MAX));
   a.log2_line_tiles = line_shift(p, plan);
   a.group = divisor_of(uint32_t(p.num_heads / p.num_kv_heads));

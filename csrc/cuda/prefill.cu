@@ -1,5 +1,6 @@
 // The prefill kernels, host side, and the launch before them that finds out on the device what there is to do.
 
+#include "attention_host.h"
 #include "device.cuh"
 #include "prefill.h"
 #include "prefill_launch.h"
@@ -126,12 +127,6 @@ __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_consta
 
 // ---- Host ----
 
-int head_size_class(const AttentionParams& p) {
-  const int64_t key_size = p.key_cache.head_size, value_size = p.value_cache.head_size;
-  const int64_t size = key_size > value_size ? key_size : value_size;
-  return size <= 64 ? 64 : size <= 128 ? 128 : 256;
-}
-
 // Packed rows of a tile: whole tokens.
 int32_t tile_rows(const AttentionParams& p, Kind kind) {
   const int32_t group = int32_t(p.num_heads / p.num_kv_heads);
@@ -142,8 +137,6 @@ int32_t tile_rows(const AttentionParams& p, Kind kind) {
 int64_t max_tiles(const AttentionParams& p, Kind kind) {
   return divide_up(p.num_tokens * (p.num_heads / p.num_kv_heads), tile_rows(p, kind)) + p.num_seqs;
 }
-
-int32_t clip_window(int64_t window) { return window < 0 || window > (1 << 30) ? -1 : int32_t(window); }
 
 int32_t log2_of(int64_t value) {
   for (int32_t log = 0; log < 31; ++log)
@@ -228,8 +221,7 @@ Launch launch_of(const AttentionParams& p, Kind kind, int32_t decode_rows, bool 
     a.max_blocks *= mma_sync::blocks_of_sm(head_size_class(p));
   }
   a.decode_rows = decode_rows;
-  const double capacity = double(p.max_blocks) * double(p.block_size);  // in tokens; may pass 2^63
-  a.capacity = capacity < double(1 << 30) ? int32_t(capacity) : 1 << 30;
+  a.capacity = clipped_capacity(p);
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
   a.log2_block_size = log2_of(p.block_size);
