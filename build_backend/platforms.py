@@ -36,7 +36,8 @@ def link_flags(compiler: str, torch_lib: Path, exports: Path, *, strip: bool) ->
         return [*torch, "-fuse-ld=lld", "-fms-runtime-lib=dll", "-ltorch", "-ltorch_cpu", *_builtins(compiler)]
     exported = ["-Wl,--gc-sections", f"-Wl,--version-script={exports}", *(["-Wl,-s"] if strip else [])]
     # libtorch.so is needed though nothing names its symbols: it pulls the CUDA shims into scope on CUDA builds.
-    return [*torch, *exported, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
+    # libstdc++ comes first, as torch for CUDA exports a few of its functions too, without their versions.
+    return [*torch, *exported, "-lstdc++", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
 
 
 def _builtins(compiler: str) -> list[str]:
