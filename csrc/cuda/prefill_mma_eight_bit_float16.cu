@@ -1,0 +1,9 @@
+#include "prefill_mma_kernel.cuh"
+
+namespace paged_kv::cuda::prefill::mma_sync {
+
+void launch_eight_bit_float16(const Launch& launch, int head_size_class, cudaStream_t stream) {
+  launch_class<Float16, true>(launch, head_size_class, stream);
+}
+
+}  // namespace paged_kv::cuda::prefill::mma_sync
