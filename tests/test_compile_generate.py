@@ -118,6 +118,41 @@ def test_eager_and_compiled_steps_take_turns() -> None:
     assert torch.equal(tokens, expected)
 
 
+def test_steps_that_guard_tensors_alone() -> None:
+    """docs/transformers.md: a decode loop needs no other guards; crops, reorders, resets and other caches are seen."""
+    model, batch, graphs = models.tiny("llama"), models.prompts([models.PROMPT, 5]), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    options: Any = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+    compiled: Any = torch.compile(model.forward, fullgraph=True, backend=backend, options=options)
+    swap = torch.tensor([1, 0])
+
+    def step(past_key_values: PagedKVCache, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Any:
+        past_key_values.reorder_cache(swap)
+        swapped = {"input_ids": input_ids[swap], "position_ids": position_ids[swap]}
+        logits = compiled(**swapped, past_key_values=past_key_values, **inputs).logits
+        past_key_values.crop(-1)
+        past_key_values.reorder_cache(swap)
+        out = compiled(input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, **inputs)
+        torch.testing.assert_close(out.logits, logits[swap])
+        return out
+
+    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**batch, **settings)[:, models.PROMPT :]
+    cache = PagedKVCache(model.config, block_size=4, num_blocks=120)
+    for _ in range(2):
+        assert torch.equal(decode(model, step, cache, batch, 24), expected)
+        cache.reset()
+    assert len(graphs) == 1
+    another = PagedKVCache(model.config, block_size=8, num_blocks=60)
+    assert torch.equal(decode(model, step, another, batch, 24), expected)
+    assert len(graphs) == 2
+    another.check()
+
+
 def test_a_compiled_step_that_runs_out_of_blocks_raises() -> None:
     model = models.tiny("llama")
     step: Any = torch.compile(model.forward, fullgraph=True, backend="eager")
