@@ -20,6 +20,8 @@ SHAPES: list[tuple[tuple[int, int, int], int, int, int, float | None]] = [
     ((32, 8, 128), 4, 4096, 8192, None),
     ((32, 8, 128), 16, 1024, 0, None),
     ((32, 8, 128), 1, 512, 8192, None),
+    ((32, 8, 128), 1, 64, 4096, None),
+    ((32, 8, 128), 1, 64, 32768, None),
     ((64, 8, 128), 1, 8192, 0, None),
     ((32, 8, 64), 1, 8192, 0, 0.62),
     ((32, 8, 256), 1, 8192, 0, 0.90),
@@ -32,6 +34,11 @@ PORTABLE_SHAPES: list[tuple[tuple[int, int, int], int, int, int, float | None]] 
     ((32, 32, 128), 1, 8192, 0, None),
     ((32, 8, 64), 1, 8192, 0, None),
     ((32, 8, 256), 1, 8192, 0, None),
+]
+EIGHT_BIT_SHAPES: list[tuple[tuple[int, int, int], int, int, int, float | None]] = [
+    ((32, 8, 128), 1, 8192, 0, None),
+    ((32, 8, 128), 4, 4096, 8192, None),
+    ((32, 8, 128), 1, 64, 4096, None),
 ]
 MIXED = ([2048] + [1] * 63, [2048] + [4096] * 63)  # spans, lengths
 MIXED_TARGET_US = 300.0
@@ -66,16 +73,21 @@ def operations(heads: int, head_size: int, batch: int, new: int, prior: int) -> 
 def run(matmul_ceiling: float) -> list[dict[str, Any]]:
     rows = run_shapes("paged_attention", SHAPES, BLOCK_SIZE, matmul_ceiling)
     rows += run_shapes("paged_attention, every chip", PORTABLE_SHAPES, PORTABLE_BLOCK_SIZE, matmul_ceiling)
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        name = f"paged_attention, {str(dtype).removeprefix('torch.')}"
+        rows += run_shapes(name, EIGHT_BIT_SHAPES, BLOCK_SIZE, matmul_ceiling, dtype)
     return [*rows, run_mixed()]
 
 
-def run_shapes(op: str, shapes: Any, block_size: int, matmul_ceiling: float) -> list[dict[str, Any]]:
+def run_shapes(
+    op: str, shapes: Any, block_size: int, matmul_ceiling: float, dtype: torch.dtype = torch.bfloat16
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     pool, key = None, None
     for (heads, kv_heads, head_size), batch, new, prior, target in shapes:
         if key != (kv_heads, head_size):
             pool, key = None, (kv_heads, head_size)
-            pool = Pool.random(2 << 30, kv_heads, head_size, block_size, torch.bfloat16)
+            pool = Pool.random(2 << 30, kv_heads, head_size, block_size, dtype)
         assert pool is not None
         query, cu, lens = batch_tensors([new] * batch, [new + prior] * batch, heads, head_size)
         calls = [

@@ -78,12 +78,21 @@ def steps_ms(step: Callable[..., Any], token: torch.Tensor, cache: Any, seen: in
     return statistics.median(times[8:])
 
 
-def compiled(model: Any, kind: str, rows: int, context: int, capacity: int) -> dict[str, Any]:
+GRAPHS: dict[str, Any] = {"mode": "reduce-overhead"}
+# The same, and of Dynamo's checks before each step only those of tensors (docs/transformers.md).
+FEW_GUARDS: dict[str, Any] = {
+    "options": {"triton.cudagraphs": True, "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+}
+
+
+def compiled(
+    model: Any, kind: str, rows: int, context: int, capacity: int, how: dict[str, Any] = GRAPHS
+) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     cache = caches(model, rows, capacity)[kind]()
     token = prefill(model, prompt(rows, context), cache)
-    step = torch.compile(model.forward, fullgraph=True, mode="reduce-overhead")
+    step = torch.compile(model.forward, fullgraph=True, **how)
     ms = steps_ms(step, token, cache, context, 40)
     counters = torch._dynamo.utils.counters
     return {"ms": ms, "graphs": counters["stats"]["unique_graphs"], "skips": counters["inductor"]["cudagraph_skips"]}
@@ -143,6 +152,11 @@ def measurements(model: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]]
     for rows in (1, 32):
         for kind in ("static", "paged sized"):
             yield f"compiled {kind} batch {rows} context 2048", lambda k=kind, r=rows: compiled(model, k, r, 2048, 2304)
+    for kind in ("static", "paged sized"):
+        yield (
+            f"compiled {kind} batch 1 context 2048, few guards",
+            lambda k=kind: compiled(model, k, 1, 2048, 2304, FEW_GUARDS),
+        )
     for capacity in (4096, 32768):
         yield (
             f"compiled paged sized batch 1 capacity {capacity}",

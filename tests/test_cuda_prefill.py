@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import attention_case, int32, prefix_sum
+from op_cases import EIGHT_BIT_DTYPES, attention_case, dtype_id, int32, prefix_sum
 
 from torch_paged_kv import ops
 
@@ -16,6 +16,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 BLOCK_SIZES = [16, 20]  # on Hopper: one for each kernel
 RAGGED = ([300, 77, 512, 1, 90], [300, 1000, 513, 700, 90])  # spans, lengths: with and without a prior, a decode, tails
+
+
+def kernels_of(case: Any) -> str:
+    """The names of the kernels that a call runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        case.run()
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in profile.key_averages())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -91,13 +99,125 @@ def test_many_keys(num_kv_heads: int, block_size: int) -> None:
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_which_kernel(block_size: int) -> None:
     case = attention_case(*RAGGED, num_heads=8, block_size=block_size, dtype=torch.bfloat16, device="cuda")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        case.run()
-        torch.cuda.synchronize()
-    names = " ".join(event.key for event in profile.key_averages())
+    names = kernels_of(case)
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
     assert ("prefill::attention<" in names) == (on_hopper and block_size == 16)
     assert ("mma_sync::attention<" in names) == (not on_hopper or block_size == 20)
+
+
+@pytest.mark.parametrize("scale_kind", ["none", "tensor", "head", "slot"])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("head_sizes", [(64, 64), (80, 48), (128, 128), (192, 128), (256, 256)])
+def test_eight_bit(head_sizes: tuple[int, int], dtype: torch.dtype, cache_dtype: torch.dtype, scale_kind: str) -> None:
+    size, size_v = head_sizes
+    options: dict[str, Any] = {"head_size": size, "head_size_v": size_v, "dtype": dtype, "cache_dtype": cache_dtype}
+    attention_case(*RAGGED, num_heads=8, device="cuda", scale_kind=scale_kind, layout="fused", **options).check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 20, "window_left": 70},
+        {"block_size": 1, "causal": False},
+        {"softcap": 3.0},
+        {"sinks": True, "window_left": 200},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale_kind", ["head", "slot"])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT_DTYPES, ids=dtype_id)
+def test_eight_bit_options(options: dict[str, Any], scale_kind: str, cache_dtype: torch.dtype) -> None:
+    made = options | ({"sinks": torch.rand(8, device="cuda")} if "sinks" in options else {})
+    made |= {"cache_dtype": cache_dtype, "scale_kind": scale_kind, "head_size": 128, "dtype": torch.bfloat16}
+    case = attention_case(*RAGGED, num_heads=8, device="cuda", **made)
+    assert "mma_sync::attention<" in kernels_of(case)
+    case.check()
+
+
+@pytest.mark.parametrize("cache_dtype", EIGHT_BIT_DTYPES, ids=dtype_id)
+def test_eight_bit_keys_with_a_scale_that_is_not_positive(cache_dtype: torch.dtype) -> None:
+    """Scores then fall where products rise, and are all alike: whoever follows the largest product is wrong."""
+    case = attention_case(
+        *RAGGED,
+        num_heads=8,
+        head_size=128,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        scale_kind="head",
+        device="cuda",
+    )
+    case.options["key_scale"] *= torch.tensor([-1.0, 0.0], device="cuda")
+    case.check()
+
+
+# Spans, lengths: few rows and many keys. The last: a sequence of far more keys than the average.
+FEW_ROWS = [
+    ([70], [6000]),
+    ([40, 130, 17], [3000, 900, 7000]),
+    ([65, 300], [65, 300]),
+    ([320], [7000]),
+    ([17, 300, 1], [900, 5000, 700]),
+    ([33] * 9 + [40], [50] * 9 + [30000]),
+    ([64] + [0] * 63, [8000] + [0] * 63),  # rows that read a shared prefix together
+    ([1] * 20 + [80] + [1] * 20, [300] * 20 + [9000] + [300] * 20),
+]
+
+
+@pytest.mark.parametrize("spans", FEW_ROWS, ids=str)
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=dtype_id)
+def test_few_rows(
+    spans: tuple[list[int], list[int]], head_size: int, block_size: int, cache_dtype: torch.dtype
+) -> None:
+    """Their keys are shared by several units, and what those found is merged."""
+    options: dict[str, Any] = {"head_size": head_size, "block_size": block_size, "cache_dtype": cache_dtype}
+    case = attention_case(*spans, num_heads=8, dtype=torch.bfloat16, device="cuda", **options)
+    by_wgmma = torch.cuda.get_device_capability() == (9, 0) and block_size == 16 and cache_dtype == torch.bfloat16
+    if by_wgmma or sum(spans[0]) >= 318:  # with fewer rows the decode kernel is faster than that of every chip
+        assert "::merge<" in kernels_of(case)
+    case.check()
+    case.options["deterministic"] = True  # a number of parts would hang on a row's neighbours
+    assert "::merge<" not in kernels_of(case)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False, "window_left": 2500, "window_right": 100},
+        {"window_left": 1000},
+        {"window_left": 3},
+        {"softcap": 3.0},
+        {"sinks": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_few_rows_options(options: dict[str, Any], block_size: int) -> None:
+    made = options | ({"sinks": torch.rand(8, device="cuda")} if "sinks" in options else {})
+    made |= {"block_size": block_size, "head_size": 128, "head_size_v": 80, "dtype": torch.float16}
+    attention_case([40, 130, 17, 300], [3000, 900, 7000, 200], num_heads=8, device="cuda", **made).check()
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_few_rows_replayed_with_other_lengths(block_size: int) -> None:
+    """How many parts there are is found anew by each replay."""
+    case = attention_case(
+        [40, 30], [9000, 8000], num_heads=8, head_size=128, block_size=block_size, dtype=torch.bfloat16, device="cuda"
+    )
+    case.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.run()
+    for q_lens, lens in [([40, 30], [40, 8000]), ([70, 0], [9000, 0]), ([17, 53], [1000, 53]), ([1, 69], [9000, 5000])]:
+        case.cu_seqlens_q.copy_(prefix_sum(q_lens))
+        case.seq_lens.copy_(int32(lens))
+        graph.replay()
+        exact, _ = case.in_dtype(torch.float64)
+        worst = float((out.double() - exact).abs().max())
+        assert worst < 0.03, f"{q_lens} {lens}: {worst}"
 
 
 @pytest.mark.parametrize("decodes", [8, 64, 300])

@@ -78,7 +78,7 @@ def test_info_says_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("capability", "archs", "prompts"),
     [
-        ((9, 0), ["8.0", "9.0a"], "wgmma, mma.sync where blocks are no multiple of 16 tokens;"),
+        ((9, 0), ["8.0", "9.0a"], "wgmma; mma.sync for 8-bit caches and blocks of no multiple of 16 tokens;"),
         ((9, 0), ["8.0+PTX"], "mma.sync (built without 9.0a, which wgmma needs);"),
         ((8, 0), ["8.0", "9.0a"], "mma.sync (wgmma is of sm_90);"),
     ],

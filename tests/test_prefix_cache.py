@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections import Counter, OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -186,6 +187,7 @@ def test_digest_and_match_of_100k_tokens_take_15_ms() -> None:
     prefix_cache._store.entries = OrderedDict((digest, [block]) for block, digest in enumerate(digests))
     seconds = []
     for _ in range(10):
+        prefix_cache._store.recent = []  # else it would not be hashed again
         start = time.thread_time()
         batch = prefix_cache.batch(cache, tokens)
         found = [prefix_cache._find(batch.rows[0])]
@@ -194,6 +196,51 @@ def test_digest_and_match_of_100k_tokens_take_15_ms() -> None:
         seconds.append(time.thread_time() - start)
     assert (position, table.shape) == (99_999, (1, 1, 6250))
     assert min(seconds) <= 0.015, seconds
+
+
+def test_what_prompts_begin_with_alike_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from one batch to the next, whoever's prompts; under another salt everything has another digest."""
+    hashed: list[bytes] = []
+
+    def sha256(data: bytes) -> Any:
+        hashed.append(data)
+        return hashlib.sha256(data)
+
+    cache, prefix_cache = CoreCache([None], block_size=BLOCK), PrefixCache(tenant="a")
+    pair = torch.stack([torch.arange(18), torch.arange(18)])
+    pair[1, 9] = 50  # in the third block of four
+    longer = torch.arange(23)[None]
+    views = (prefix_cache, prefix_cache, prefix_cache.with_salt(tenant="b"), prefix_cache.with_salt(tenant="a"))
+    for view, tokens, blocks in zip(views, (pair, longer, longer, pair), (4 + 2, 1, 5, 4 + 2), strict=True):
+        expected = [view.digests(row, BLOCK, "block size 4, windows None, dtype None, scales None") for row in tokens]
+        with monkeypatch.context() as patch:
+            patch.setattr("torch_paged_kv.prefix.hashlib", SimpleNamespace(sha256=sha256))
+            assert view.batch(cache, tokens).digests == expected
+        assert len(hashed) == 1 + blocks  # and what stands before the first block
+        hashed.clear()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_tokens_of_a_padded_row_stand(seed: int) -> None:
+    """Padding before, after and between tokens, or nothing else."""
+    torch.manual_seed(seed)
+    real = torch.ones(6, 12, dtype=torch.int64)
+    real[0, :5] = real[1, 9:] = real[2, 4:6] = real[3, 1] = real[4] = 0
+    real[5] = torch.randint(2, (12,))
+    input_ids = torch.randint(100, (6, 12))
+    batch = PrefixCache().batch(CoreCache([None], block_size=BLOCK), input_ids, real)
+    for row, ids_of_row, mask in zip(batch.rows, input_ids, real.bool(), strict=True):
+        positions: list[int] = mask.nonzero().flatten().tolist()
+        assert list(row.positions) == positions
+        assert torch.equal(row.tokens, ids_of_row[mask])
+        assert [row.tokens_before(position) for position in range(13)] == [int(mask[:p].sum()) for p in range(13)]
+        for other in batch.rows:
+            for seen in range(13):
+                stored = [position for position in other.positions if position < seen]
+                alike = [mine == its for mine, its in zip(positions, stored, strict=False)]
+                assert (
+                    row.held_in(stored) == row.held_in(other.positions[: len(stored)]) == [*alike, False].index(False)
+                )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,6 +275,40 @@ def test_register_refuses_too_few_ids() -> None:
     write(cache, 6)
     with pytest.raises(ValueError, match=r"input_ids must have the \[1, 6\] positions of the cache, got \[1, 5\]"):
         PrefixCache().register(cache, torch.arange(5)[None])
+
+
+def test_what_a_row_took_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entries(OrderedDict[bytes, list[int]]):
+        looked_up = 0
+
+        def get(self, *arguments: Any) -> Any:
+            Entries.looked_up += 1
+            return super().get(*arguments)
+
+    prefix_cache = PrefixCache()
+    first = cached(prefix_cache, torch.arange(20)[None], num_blocks=8)
+    monkeypatch.setattr(prefix_cache._store, "entries", Entries(prefix_cache._store.entries))
+    tokens = torch.cat([torch.arange(20), torch.arange(50, 55)])[None]
+    cache = core_cache(prefix_cache)
+    batch = prefix_cache.batch(cache, tokens)
+    assert prefix_cache.attach(cache, batch) == 20
+    write(cache, 5)
+    assert prefix_cache.register_batch(cache, batch) == 1
+    assert Entries.looked_up == 6 + 1  # to take them, and the new one to remember it
+    prefix_cache.check(first, cache)
+
+
+def test_what_a_row_took_may_be_forgotten_before_the_row_is_registered() -> None:
+    prefix_cache = PrefixCache()
+    first = cached(prefix_cache, torch.arange(8)[None], num_blocks=8)
+    cache, tokens = core_cache(prefix_cache), torch.arange(13)[None]
+    batch = prefix_cache.batch(cache, tokens)
+    assert prefix_cache.attach(cache, batch) == 8
+    write(cache, 5)
+    prefix_cache.clear()
+    assert prefix_cache.register_batch(cache, batch) == 3
+    assert prefix_cache.attach(core_cache(prefix_cache), tokens) == 12
+    prefix_cache.check(first, cache)
 
 
 def test_a_full_hit_leaves_the_last_token() -> None:

@@ -70,7 +70,7 @@ def _cuda_attention(facts: dict[str, Any]) -> dict[str, str]:
     elif not any(arch.startswith("9.0a") for arch in facts["archs"]):
         prompts = "mma.sync (built without 9.0a, which wgmma needs)"
     else:
-        prompts = "wgmma, mma.sync where blocks are no multiple of 16 tokens"
+        prompts = "wgmma; mma.sync for 8-bit caches and blocks of no multiple of 16 tokens"
     caches = "8-bit ones too" if capability >= (8, 9) else "float8_e5m2 and int8 too (e4m3 needs sm_89)"
     return {
         "decode": f"tensor cores, caches of 16 bits, {caches}; a general kernel for float32, masks and odd head sizes",

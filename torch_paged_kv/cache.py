@@ -492,7 +492,8 @@ class PagedKVCache(nn.Module):
             self._lengths.floor = list(self._lengths.lens)
         table = blocks.to(pool.device)
         rows.block_table[:, :, :columns] = table
-        rows.seq_lens.copy_(torch.tensor(self._lengths.lens, dtype=torch.int32))
+        lens = torch.tensor(self._lengths.lens, dtype=torch.int32)
+        rows.seq_lens.copy_(lens, non_blocking=True)  # from memory that is not pinned: read before the call returns
         rows.seen.fill_(seen)
         pool.retain(table)
         pool.shared = True

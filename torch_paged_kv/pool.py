@@ -138,7 +138,7 @@ class BlockPool(nn.Module):
         They must be held by somebody already. Does not synchronise.
         """
         blocks = blocks.to(self.device).flatten()
-        self.ref_counts.index_add_(0, blocks.clamp(min=0).long(), (blocks >= 0).to(torch.int32))
+        self.ref_counts.index_add_(0, blocks.clamp(min=0), (blocks >= 0).to(torch.int32))
 
     def release(self, blocks: Tensor) -> None:
         """Hold each of ``blocks`` once less: int32 of any shape, -1 = none, no block twice.

@@ -12,9 +12,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import weakref
+from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +42,11 @@ def root_digest(fields: Iterable[tuple[str, Label | Sequence[Label]]]) -> bytes:
     Raises:
         TypeError: a value is none of str, bytes, int, None, or a sequence of them.
     """
-    return hashlib.sha256(b"".join(_encoded(name) + _encoded(value) for name, value in fields)).digest()
+    return hashlib.sha256(_encoded_fields(fields)).digest()
+
+
+def _encoded_fields(fields: Iterable[tuple[str, Label | Sequence[Label]]]) -> bytes:
+    return b"".join(_encoded(name) + _encoded(value) for name, value in fields)
 
 
 def _encoded(value: Label | Sequence[Label]) -> bytes:
@@ -66,14 +73,39 @@ def block_digests(tokens: Tensor, block_size: int, root: bytes) -> list[bytes]:
         block_size: tokens in a block; a last block that is not full has no digest.
         root: what stands before the first block, 32 bytes.
     """
+    return _hashed(tokens, block_size, root, ()).digests
+
+
+class _Hashed(NamedTuple):
+    """A sequence and the digests of its whole blocks."""
+
+    root: bytes
+    data: bytes  # the tokens of those blocks, as they are hashed
+    digests: list[bytes]
+
+    def shared(self, root: bytes, data: bytes, size: int) -> list[bytes]:
+        """Digests of the blocks, ``size`` bytes each, that another sequence begins with, too."""
+        alike, end = 0, min(len(data), len(self.data)) // size if root == self.root else 0
+        while alike < end:
+            middle = (alike + end + 1) // 2
+            if data.startswith(self.data[alike * size : middle * size], alike * size):
+                alike = middle
+            else:
+                end = middle - 1
+        return self.digests[:alike]
+
+
+def _hashed(tokens: Tensor, block_size: int, root: bytes, others: Iterable[_Hashed]) -> _Hashed:
+    """:func:`block_digests`; what one of the ``others`` begins with, too, is not hashed again."""
     tokens = tokens.to("cpu", torch.int64).contiguous()
     size = 8 * block_size
     data = ctypes.string_at(tokens.data_ptr(), tokens.numel() // block_size * size)
-    sha256, digest, digests = hashlib.sha256, root, []
-    for start in range(0, len(data), size):
+    digests = max((other.shared(root, data, size) for other in others), key=len, default=[])
+    sha256, digest = hashlib.sha256, digests[-1] if digests else root
+    for start in range(len(digests) * size, len(data), size):
         digest = sha256(digest + data[start : start + size]).digest()
         digests.append(digest)
-    return digests
+    return _Hashed(root, data, digests)
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -84,22 +116,38 @@ class Prompt:
     """One row of a padded batch."""
 
     tokens: Tensor  # int64 [num_tokens] on the CPU, padding left out
-    positions: Tensor  # int64 [num_tokens], where they stand in the batch
+    positions: Sequence[int]  # where they stand in the batch; a range if nothing lies between them
     digests: list[bytes]  # of its whole blocks
+    attached: int = 0  # whole blocks that its cache began with
 
     def tokens_before(self, position: int) -> int:
         """Tokens that stand before a position of the batch."""
-        return int(torch.searchsorted(self.positions, position))
+        return bisect_left(self.positions, position)
 
     def position_after(self, known: int, length: int) -> int:
         """The first position that must be computed if the first ``known`` tokens need not be."""
         last = len(self.tokens) - 1
-        return length - 1 if last < 0 else int(self.positions[min(known, last)])
+        return length - 1 if last < 0 else self.positions[min(known, last)]
 
-    def held_in(self, stored: Tensor) -> int:
-        """How many of the tokens are the first ones of a row of a cache that holds ``stored``, bool ``[seen]``."""
-        held = stored.nonzero().flatten()[: len(self.positions)]
-        return int((held == self.positions[: len(held)]).cumprod(0).sum())
+    def held_in(self, stored: Sequence[int]) -> int:
+        """How many of the tokens are the first ones of a row of a cache that holds those at positions ``stored``."""
+        length = min(len(stored), len(self.positions))
+        if stored[:length] == self.positions[:length]:
+            return length
+        pairs = enumerate(zip(stored, self.positions, strict=False))
+        return next((index for index, (its, mine) in pairs if its != mine), length)
+
+
+def _positions(real: Tensor) -> Sequence[int]:
+    """Where a row, bool ``[length]`` on the CPU, holds tokens: a range if nothing lies between them."""
+    positions = real.nonzero().flatten()
+    if not len(positions):
+        return range(0)
+    between = range(int(positions[0]), int(positions[-1]) + 1)
+    if len(between) == len(positions):
+        return between
+    numbers: list[int] = positions.tolist()
+    return numbers
 
 
 @dataclass
@@ -131,6 +179,7 @@ class _Store:
         default_factory=OrderedDict
     )  # digest -> a block per group, -1 = none
     held: set[int] = field(default_factory=set)  # every block in entries
+    recent: list[_Hashed] = field(default_factory=list)  # the rows of the last batch
     counts: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
 
@@ -221,7 +270,7 @@ class PrefixCache:
             "adapter": adapter,
             "media": tuple(media),
         }
-        root_digest(self._salt.items())  # refuse wrong types here
+        self._encoded = _encoded_fields([("format", FORMAT), *self._salt.items()])  # refuses wrong types
 
     def with_salt(self, **fields: Label | Sequence[Label]) -> PrefixCache:
         """A view on the same blocks with some of ``model``, ``tenant``, ``adapter``, ``media`` changed."""
@@ -278,8 +327,12 @@ class PrefixCache:
 
         ``layout`` says how the blocks are laid out; caches write their dtype and windows there.
         """
-        root = root_digest([("format", FORMAT), *self._salt.items(), ("block_size", block_size), ("layout", layout)])
-        return block_digests(tokens, block_size, root)
+        return block_digests(tokens, block_size, self._root(block_size, layout))
+
+    def _root(self, block_size: int, layout: str) -> bytes:
+        """What stands before the first block: :func:`root_digest` of everything but tokens."""
+        fields = self._encoded + _encoded_fields((("block_size", block_size), ("layout", layout)))
+        return hashlib.sha256(fields).digest()
 
     def batch(self, cache: PagedKVCache, input_ids: Tensor, attention_mask: Tensor | None = None) -> Batch:
         """The prompts of a padded batch, with their digests.
@@ -296,14 +349,21 @@ class PrefixCache:
             raise ValueError(
                 f"attention_mask must have the shape of input_ids {list(input_ids.shape)}, got {list(real.shape)}"
             )
-        rows = []
+        if real is not None and bool(real.all()):
+            real = None
+        root, recent = self._root(cache.block_size, layout), self._store.recent
+        rows: list[Prompt] = []
+        hashed: list[_Hashed] = []
         for row, ids in enumerate(input_ids):
-            positions = torch.arange(length) if real is None else real[row].nonzero().flatten()
+            positions = range(length) if real is None else _positions(real[row])
             # index_select, as indexing wakes all threads of a host for a few thousand numbers, however busy they are
-            tokens = ids if real is None else ids.index_select(0, positions)
-            rows.append(Prompt(tokens, positions, self.digests(tokens, cache.block_size, layout)))
-        padded = any(len(row.tokens) < length for row in rows)
-        return Batch(rows, length, real if padded else None)
+            tokens = ids if real is None else ids.index_select(0, real[row].nonzero().flatten())
+            # Prompts often begin like the row above, and as those before them did; a row goes on with its answer.
+            others = [*hashed[-1:], *recent[row : row + 1]]
+            hashed.append(_hashed(tokens, cache.block_size, root, others))
+            rows.append(Prompt(tokens, positions, hashed[-1].digests))
+        self._store.recent = hashed
+        return Batch(rows, length, real)
 
     def attach(
         self,
@@ -336,9 +396,12 @@ class PrefixCache:
         position = self._common(cache, batch, found)
         if count:
             self._account(cache, batch, found, position)
+        for row in batch.rows:
+            row.attached = row.tokens_before(position) // cache.block_size
         if position > 0:
             real = None if batch.real is None else batch.real[:, :position]
-            cache.adopt(self._table(cache, batch, found, position), position, real)
+            table = self._table(cache, batch, found, position)
+            cache.adopt(table.to(cache.pool.device, non_blocking=True), position, real)
         return position
 
     def shared_within(self, cache: PagedKVCache, batch: Batch) -> Iterator[Tensor]:
@@ -350,12 +413,15 @@ class PrefixCache:
             Tokens, int64 ``[length]``, whole blocks.
         """
         size, rows = cache.block_size, batch.rows
-        times = Counter(digest for row in rows for digest in row.digests)
+        if len(rows) < 2:
+            return
         found = [len(self._find(row)) for row in rows]
-        shared = [sum(times[digest] > 1 for digest in row.digests) for row in rows]  # a chain: the first ones
+        new = [row.digests[blocks:] for row, blocks in zip(rows, found, strict=True)]
+        times = Counter(digest for digests in new for digest in digests)
+        shared = [sum(times[digest] > 1 for digest in digests) for digests in new]  # chains: the first ones
         begin, later = (
             min(row.position_after(blocks * size, batch.length) for row, blocks in zip(rows, known, strict=True))
-            for known in (found, [max(pair) for pair in zip(found, shared, strict=True)])
+            for known in (found, [sum(pair) for pair in zip(found, shared, strict=True)])
         )
         if later <= begin:
             return
@@ -398,13 +464,18 @@ class PrefixCache:
         self._make_room(batch)
         table: list[list[list[int]]] = cache.table().tolist()  # [num_groups][num_seqs][columns]
         stored = cache.stored()  # [num_seqs, seen]
-        whole = [row.held_in(stored[index]) // cache.block_size for index, row in enumerate(batch.rows)]
+        padded = not bool(stored.all())
         added: list[int] = []
-        for row, chain in enumerate(batch.digests):
-            columns = [list(blocks) for blocks in zip(*(group[row] for group in table), strict=True)]
-            self._insert(cache, chain, columns[: whole[row]], added)
+        for index, row in enumerate(batch.rows):
+            held = _positions(stored[index]) if padded else range(stored.shape[1])
+            whole = row.held_in(held) // cache.block_size
+            begin = min(row.attached, whole)  # what the row took from here is here, unless somebody called clear()
+            if not all(map(store.entries.__contains__, row.digests[:begin])):
+                begin = 0
+            columns = zip(*(group[index][begin:whole] for group in table), strict=True)
+            self._insert(cache, row.digests, begin, columns, added)
         if added:
-            cache.pool.retain(torch.tensor(added, dtype=torch.int32))
+            cache.pool.retain(torch.tensor(added, dtype=torch.int32).to(cache.pool.device, non_blocking=True))
             cache.pool.shared = True
         return max(0, len(store.entries) - known)
 
@@ -419,6 +490,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget every block; those that no sequence holds are free."""
         store = self._store
+        store.recent = []
         store.drop([(digest, [b for b in entry if b >= 0]) for digest, entry in store.entries.items()])
 
     # ---- numbers ------------------------------------------------------------------------------------------------
@@ -512,23 +584,25 @@ class PrefixCache:
                 before = row.tokens_before(position)
                 held = self._longest(cache, entries, min(before, len(row.tokens) - 1))
                 if held < before:
-                    nearest = min(nearest, int(row.positions[held]))
+                    nearest = min(nearest, row.positions[held])
             if nearest == position:
                 return position
             position = nearest
 
     def _table(self, cache: PagedKVCache, batch: Batch, found: list[list[list[int]]], position: int) -> Tensor:
         """The rows' block table up to a position: int32 ``[num_groups, num_seqs, columns]``."""
-        size = cache.block_size
-        tokens = [row.tokens_before(position) for row in batch.rows]
-        columns = -(-max(tokens) // size)
-        table = torch.full((len(cache.group_windows), len(batch.rows), columns), -1, dtype=torch.int32)
-        for index, (count, entries) in enumerate(zip(tokens, found, strict=True)):
-            used = -(-count // size)
-            if used:
-                table[:, index, :used] = torch.tensor(entries[:used], dtype=torch.int32).T
-            self._store.touch(batch.rows[index].digests[:used])
-        return table
+        rows = []
+        for row, entries in zip(batch.rows, found, strict=True):
+            used = -(-row.tokens_before(position) // cache.block_size)
+            self._store.touch(row.digests[:used])
+            rows.append(entries[:used])
+        shape = (len(cache.group_windows), len(rows), max(len(entries) for entries in rows))
+        numbers = array("i")  # torch.tensor takes several times as long for a list
+        for group in range(shape[0]):
+            for entries in rows:
+                numbers.fromlist([entry[group] for entry in entries] + [-1] * (shape[2] - len(entries)))
+        table = torch.frombuffer(numbers, dtype=torch.int32) if numbers else torch.empty(0, dtype=torch.int32)
+        return table.view(shape)
 
     def _account(self, cache: PagedKVCache, batch: Batch, found: list[list[list[int]]], position: int) -> None:
         for row, entries in zip(batch.rows, found, strict=True):
@@ -557,13 +631,28 @@ class PrefixCache:
             store.counts["evictions"] += len(dropped)
             store.drop(dropped)
 
-    def _insert(self, cache: PagedKVCache, chain: list[bytes], columns: list[list[int]], added: list[int]) -> None:
-        """Remember the blocks of a row, as far as there is room; what the cache holds now goes to ``added``."""
+    def _insert(
+        self,
+        cache: PagedKVCache,
+        chain: list[bytes],
+        begin: int,
+        columns: Iterable[Sequence[int]],
+        added: list[int],
+    ) -> None:
+        """Remember the blocks of a row, as far as there is room; what the cache holds now goes to ``added``.
+
+        Args:
+            cache: that the row is of.
+            chain: digests of the row.
+            begin: how many of them are known.
+            columns: the blocks from there on, of every group.
+            added: takes blocks.
+        """
         store = self._store
         full = [group for group, window in enumerate(cache.group_windows) if window is None]
         most = None if store.max_tokens is None else store.max_tokens // cache.block_size
-        length = 0
-        for digest, blocks in zip(chain, columns, strict=False):
+        length = begin
+        for digest, blocks in zip(chain[begin:], columns, strict=False):
             entry = store.entries.get(digest)
             if entry is None:
                 crowded = most is not None and len(store.entries) >= most

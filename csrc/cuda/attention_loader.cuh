@@ -21,6 +21,9 @@ struct Shape {
   static constexpr int kBlocksOfSm = mma_blocks_of_sm(Format::kBytes, kRows);
   static constexpr int kWarpBytes = mma_warp_bytes(kHeadSize, kBlocksOfSm);
   static constexpr int kStages = kWarpBytes / kStageBytes;  // of a warp
+  static constexpr int kAtOnce =
+      Format::kBytes == 1 && kTiles == 1 ? 2 : 1;  // tiles: chains that do not wait for each other
+  static_assert(kStages % kAtOnce == 0);
   static constexpr int kRowsPerMerge = kStageBytes / (kHeadSize * 4);  // rows of float results a stage has room for
   static constexpr bool kQueriesInShared = Format::kBytes == 2 && kHeadSize * kTiles >= 512;
   static constexpr int kQueryBytes = kQueriesInShared ? kRows * kHeadSize * 2 : 0;
@@ -99,9 +102,14 @@ class Loader {
   // Loads the next tile (if any is left) into a stage, and notes what is there.
   __device__ void load(uint32_t stage, Notes& notes) {
     if (!done_) {
-      copy(stage, notes);
+      if (tile_ < last_) {
+        copy(stage, notes);
+      } else {
+        copy_nothing(stage, notes);
+      }
       tile_ += num_warps();
-      if (tile_ >= last_) next_segment();
+      odd_ = S::kAtOnce > 1 && !odd_;
+      if (tile_ >= last_ && !odd_) next_segment();
     }
     commit_copies();
   }
@@ -179,6 +187,14 @@ class Loader {
   }
 
   __device__ bool is_mapped(int32_t block) const { return uint32_t(block) < uint32_t(a_.num_blocks); }
+
+  // The tile that makes the number of a segment's even: no key of it is there.
+  __device__ void copy_nothing(uint32_t stage, Notes& notes) {
+    if (lane() == 0) notes.visible = 0;
+    copy_scales(0, 0, false, notes);
+    copy_scattered_rows<kRowBytes, Format::kBytes>(a_.key_cache, kv_head_, 0, 0, 0, stage);
+    copy_scattered_rows<kRowBytes, Format::kBytes>(a_.value_cache, kv_head_, 0, 0, 0, stage + S::kStageBytes / 2);
+  }
 
   // Nearly all tiles take one branch here: each more costs the warp as much as copying a row.
   __device__ void copy(uint32_t stage, Notes& notes) {
@@ -261,7 +277,7 @@ class Loader {
   int32_t entries_ = -1, next_entries_ = -1, entry_ = 0;
   uint32_t lane_target_;
   uint64_t policy_ = streaming_policy();
-  bool done_ = true, whole_blocks_, plain_, slot_scales_, key_in_row_, value_in_row_;
+  bool done_ = true, odd_ = false, whole_blocks_, plain_, slot_scales_, key_in_row_, value_in_row_;
 };
 
 }  // namespace paged_kv::cuda::mma

@@ -35,6 +35,7 @@ struct State {
   using Operand = typename Format::Operand;
   static constexpr int kSteps = kHeadSize / 16;
   static constexpr bool kExpands = Format::kBytes == 1;
+  static constexpr int kAtOnce = S::kAtOnce;
   uint32_t key_lane, value_lane;  // where this lane's rows of a stage begin, for ldmatrix
   bool special, slot_scales;  // softcap or ALiBi; a scale for each slot
   uint32_t queries[S::kQueriesInShared ? 1 : kTiles][kSteps][2];
@@ -246,46 +247,64 @@ struct State {
       for (int i = 0; i < 4; ++i) scores[t][i] = even[t][i] + odd[t][i];
   }
 
-  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>& notes, int32_t tile) {
-    float scores[kTiles][4];
-    score(scores, stage);
-    float value_factors[2] = {1.0f, 1.0f};
+  // kAtOnce tiles of this warp, the first of which is `tile`.
+  __device__ void attend(const AttentionLaunch& a, uint32_t stage, const TileNotes<Format>* notes, int32_t tile) {
+    float scores[kAtOnce][kTiles][4], value_factors[kAtOnce][2];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      score(scores[n], stage + n * S::kStageBytes);
+      value_factors[n][0] = value_factors[n][1] = 1.0f;
+    }
     if constexpr (kExpands) {
       if (slot_scales) apply_slot_scales(a, notes, scores, value_factors);
     }
-    uint32_t weights[kTiles][2];
-    to_logits(a, scores, notes.visible, tile);
-    soften(scores, value_factors, weights);
-    for_values(stage, [&](int step, const Fragment& v) {
+    uint32_t weights[kAtOnce][kTiles][2];
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) multiply(out[t][step], v, weights[t], Operand{});
-    });
+    for (int n = 0; n < kAtOnce; ++n) to_logits(a, scores[n], notes[n].visible, tile + n * num_warps());
+    soften(scores, value_factors, weights);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n)
+      for_values(stage + n * S::kStageBytes, [&](int step, const Fragment& v) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) multiply(out[t][step], v, weights[n][t], Operand{});
+      });
   }
 
   // Where each slot has its scale: K's goes into the scores, V's into the weights, in units of a power of two that all
   // of a warp's sums share, for float16 would not hold the smallest of them.
-  __device__ void apply_slot_scales(const AttentionLaunch& a, const TileNotes<Format>& notes,
-                                    float (&scores)[kTiles][4], float (&value_factors)[2]) {
+  __device__ void apply_slot_scales(const AttentionLaunch& a, const TileNotes<Format>* notes,
+                                    float (&scores)[kAtOnce][kTiles][4], float (&value_factors)[kAtOnce][2]) {
     const int key = threadIdx.x % kWarp / 4;
     if (has_slot_scales(a.params.key_cache)) {
-      const float low = notes.scales[0][key], high = notes.scales[0][key + 8];
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t)
+      for (int n = 0; n < kAtOnce; ++n) {
+        const float low = notes[n].scales[0][key], high = notes[n].scales[0][key + 8];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[t][i] *= i < 2 ? low : high;
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[n][t][i] *= i < 2 ? low : high;
+      }
     }
     if (!has_slot_scales(a.params.value_cache)) return;
-    const float low = notes.scales[1][key], high = notes.scales[1][key + 8];
-    const uint32_t largest =
-        __reduce_max_sync(kFullMask, max(__float_as_uint(fabsf(low)), __float_as_uint(fabsf(high))));
+    uint32_t largest = 0;
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        value_factors[n][i] = notes[n].scales[1][key + 8 * i];
+        largest = max(largest, __float_as_uint(fabsf(value_factors[n][i])));
+      }
+    largest = __reduce_max_sync(kFullMask, largest);
     const float unit = __uint_as_float(min(largest, 0x7e800000u) & 0x7f800000u);
     if (unit > value_unit) {
       scale_sums(value_unit / unit);
       value_unit = unit;
     }
     const float inverse = 1.0f / value_unit;
-    value_factors[0] = low * inverse;
-    value_factors[1] = high * inverse;
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) value_factors[n][i] *= inverse;
   }
 
   __device__ void scale_sums(float factor) {
@@ -333,42 +352,54 @@ struct State {
   // Online softmax: logits -> weights, times the factors of keys l / 4 and l / 4 + 8, as the B operand of
   // O^T += V^T P^T. The base is the maximum of an earlier tile until some logit outgrows it by 2^8: no sum comes near
   // the end of its range by that, and hardly any tile but the first has to look for maxima and change the sums.
-  __device__ void soften(float (&logits)[kTiles][4], const float (&value_factors)[2], uint32_t (&weights)[kTiles][2]) {
+  __device__ void soften(float (&logits)[kAtOnce][kTiles][4], const float (&value_factors)[kAtOnce][2],
+                         uint32_t (&weights)[kAtOnce][kTiles][2]) {
     constexpr float kMostGrowth = 8.0f;
     bool outgrown = false;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) outgrown |= fmaxf(logits[t][c], logits[t][c + 2]) > maximum[t][c] + kMostGrowth;
+      for (int c = 0; c < 2; ++c) outgrown |= largest_of(logits, t, c) > maximum[t][c] + kMostGrowth;
     if (__any_sync(kFullMask, outgrown)) raise_maxima(logits);
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
+    for (int n = 0; n < kAtOnce; ++n)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float base = base_of(maximum[t][c]);
-        logits[t][c] = fast_exp2(logits[t][c] - base);
-        logits[t][c + 2] = fast_exp2(logits[t][c + 2] - base);
-        sum[t][c] += logits[t][c] + logits[t][c + 2];
-      }
-      if constexpr (kExpands) {
+      for (int t = 0; t < kTiles; ++t) {
+        float (&values)[4] = logits[n][t];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) logits[t][i] *= value_factors[i / 2];
+        for (int c = 0; c < 2; ++c) {
+          const float base = base_of(maximum[t][c]);
+          values[c] = fast_exp2(values[c] - base);
+          values[c + 2] = fast_exp2(values[c + 2] - base);
+          sum[t][c] += values[c] + values[c + 2];
+        }
+        if constexpr (kExpands) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) values[i] *= value_factors[n][i / 2];
+        }
+        weights[n][t][0] = transpose_matrix(pack(values[0], values[1], Operand{}));
+        weights[n][t][1] = transpose_matrix(pack(values[2], values[3], Operand{}));
       }
-      weights[t][0] = transpose_matrix(pack(logits[t][0], logits[t][1], Operand{}));
-      weights[t][1] = transpose_matrix(pack(logits[t][2], logits[t][3], Operand{}));
-    }
+  }
+
+  // Of this lane's logits of one packed row.
+  __device__ static float largest_of(const float (&logits)[kAtOnce][kTiles][4], int t, int c) {
+    float largest = fmaxf(logits[0][t][c], logits[0][t][c + 2]);
+#pragma unroll
+    for (int n = 1; n < kAtOnce; ++n) largest = fmaxf(largest, fmaxf(logits[n][t][c], logits[n][t][c + 2]));
+    return largest;
   }
 
   __device__ static float base_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
   // Takes the maxima of all logits so far, and brings the sums to them.
-  __device__ void raise_maxima(const float (&logits)[kTiles][4]) {
+  __device__ void raise_maxima(const float (&logits)[kAtOnce][kTiles][4]) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       float shrink[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float largest = fmaxf(logits[t][c], logits[t][c + 2]);
+        float largest = largest_of(logits, t, c);
 #pragma unroll
         for (int step = 4; step < kWarp; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
         largest = fmaxf(largest, maximum[t][c]);
@@ -495,14 +526,14 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
 #pragma unroll 1
     while (more) {
       const uint32_t stage_address = own_address + stage * S::kStageBytes;
-      TileNotes<Format>& notes = shared.notes[warp][stage];
+      TileNotes<Format>* notes = shared.notes[warp] + stage;
       const bool fills = ahead < S::kStages, has_tile = !fills && tile < end;
       if (has_tile) {
-        wait_for_copies<S::kStages - 1>();
+        wait_for_copies<S::kStages - S::kAtOnce>();
         __syncwarp();
         state.attend(a, stage_address, notes, tile);
         __syncwarp();
-        tile += num_warps();
+        tile += S::kAtOnce * num_warps();
       }
       more = fills || tile < end;
       if (!more) {  // the stage just used holds this warp's part of the merge
@@ -518,9 +549,10 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
         }
       }
       if (fills || has_tile) {
-        loader.load(stage_address, notes);
-        ahead += fills;
-        stage = stage + 1 == S::kStages ? 0 : stage + 1;
+#pragma unroll 1
+        for (int n = 0; n < S::kAtOnce; ++n) loader.load(stage_address + n * S::kStageBytes, notes[n]);
+        ahead += fills ? S::kAtOnce : 0;
+        stage = stage + S::kAtOnce == S::kStages ? 0 : stage + S::kAtOnce;
       }
     }
   }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "device.cuh"
+#include "divisor.cuh"
 
 namespace paged_kv::cuda {
 
@@ -43,15 +44,6 @@ struct Workspace {
   int64_t max_records;
   int64_t slot_floats;
   int32_t row_stride;  // floats of one row of weighted values: head_size_v rounded up to 4
-};
-
-// Division by a number that the host knows: one multiplication. For values below 2^31.
-struct Divisor {
-  uint32_t value, multiplier, shift;
-
-  __device__ int32_t divide(int32_t number) const {
-    return int32_t(value == 1 ? number : __umulhi(uint32_t(number), multiplier) >> shift);
-  }
 };
 
 // Where the rows of a cache lie, in bytes, in numbers that 32 bits hold (the tensor-core kernel asks for that).

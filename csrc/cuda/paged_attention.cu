@@ -79,15 +79,6 @@ int64_t max_units(const AttentionParams& p, int rows) {
   return p.num_kv_heads * (row_tiles + (kPieces - 1) * (row_tiles < cut ? row_tiles : cut));
 }
 
-// Rounds the multiplier up: exact for numbers below 2^31 (Granlund and Montgomery, 1994).
-Divisor divisor_of(uint32_t value) {
-  uint32_t log = 0;
-  while ((uint64_t(1) << log) < value) ++log;
-  if (value == 1) return {1, 0, 0};
-  const uint64_t multiplier = ((uint64_t(1) << (31 + log)) + value - 1) / value;
-  return {value, uint32_t(multiplier), log - 1};
-}
-
 // Tiles of one step of the line, as a power of two: the line of the longest possible batch has below 2^31 steps.
 int32_t line_shift(const AttentionParams& p, const AttentionPlan& plan) {
   const int keys = plan.tensor_cores ? kTensorCoreKeys : general::kKeys;
@@ -186,13 +177,13 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.num_kv_heads = int32_t(p.num_kv_heads);
   a.num_blocks = int32_t(p.num_blocks);
   a.capacity = clipped_capacity(p);
-  a.block_size = divisor_of(uint32_t(p.block_size < INT32_MAX ? p.block_size : INT32_MAX));
+  a.block_size = divisor_of(p.block_size);
   a.log2_line_tiles = line_shift(p, plan);
-  a.group = divisor_of(uint32_t(p.num_heads / p.num_kv_heads));
+  a.group = divisor_of(p.num_heads / p.num_kv_heads);
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
   a.grid = plan.grid;
-  a.per_grid = divisor_of(uint32_t(plan.grid));
+  a.per_grid = divisor_of(plan.grid);
   a.table_lines = divisor_of(table_lines(p, plan));
   a.warps = plan.warps;
   const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);

@@ -2,6 +2,7 @@
 
 #include "attention_host.h"
 #include "device.cuh"
+#include "mma_instructions.cuh"
 #include "prefill.h"
 #include "prefill_launch.h"
 
@@ -11,6 +12,8 @@ namespace {
 constexpr int kScheduleThreads = 1024;
 constexpr int kScheduleWarps = kScheduleThreads / kWarp;
 constexpr int kBuckets = kScheduleThreads;  // of row tiles with about as many keys
+constexpr int kMergeThreads = 256, kMergeBlocksOfSm = 6;
+constexpr int kMostParts = kWarp;  // of a tile: as many as a warp has lanes
 
 struct Spans {
   int32_t token, q_len, seq_len, row_tiles;  // row_tiles: 0 if the sequence is not ours
@@ -30,7 +33,8 @@ __device__ Spans spans_of(const Launch& a, int32_t sequence) {
 
 __device__ Tile tile_of(const Launch& a, int32_t sequence, const Spans& s, int32_t number) {
   const int32_t rows = a.tile_rows;
-  Tile t{sequence, s.token, s.q_len, s.seq_len, number * rows, min(rows, s.q_len * a.group - number * rows), 0, 0};
+  Tile t{sequence, s.token, s.q_len, s.seq_len, number * rows, min(rows, s.q_len * a.group - number * rows), 0,
+         0,        0,       1,       0};
   const int32_t offset = s.seq_len - s.q_len;  // position of query 0
   const int32_t first = offset + t.first_row / a.group, last = offset + (t.first_row + t.rows - 1) / a.group;
   if (a.window_left >= 0) t.keys_begin = max(0, first - a.window_left);
@@ -41,14 +45,55 @@ __device__ Tile tile_of(const Launch& a, int32_t sequence, const Spans& s, int32
   return t;
 }
 
-// Keys that a sequence of the decode kernel's reads, of one head.
-__device__ int32_t decoded_keys(const Launch& a, const Spans& s) {
-  if (s.row_tiles > 0 || s.q_len == 0) return 0;
+// Keys that a sequence's rows read, of one head: those of a prompt's first rows are fewer.
+__device__ int32_t most_keys_of(const Launch& a, const Spans& s) {
   return a.window_left >= 0 ? min(s.seq_len, a.window_left + s.q_len) : s.seq_len;
 }
 
+// Steps of a tile's keys.
+__device__ int32_t steps_of_keys(const Launch& a, int32_t begin, int32_t end) {
+  return (max(end, begin + 1) + a.tile_keys - 1) / a.tile_keys - begin / a.tile_keys;
+}
+
+// ---- Parts ----
+// Where there are few row tiles, their keys are shared by several units, and another launch adds up what those found.
+
+// Steps of a part's keys, for `row_tiles` tiles of `steps` steps in all: a number of parts for a tile of average length
+// is chosen by the time that the rounds of the thread blocks take. Called by a warp; each lane looks at a number.
+__device__ int32_t steps_of_part(const Launch& a, int32_t row_tiles, uint64_t steps) {
+  // In times of a key: of a unit's begin and end, of storing a part, of the merging launch. docs/kernels/prefill.md
+  constexpr float kUnitCost = 240.0f, kPartCost = 80.0f, kMergeCost = 300.0f;
+  if (row_tiles == 0 || row_tiles > a.max_row_tiles || a.slots.most == 0) return INT32_MAX;
+  const int32_t parts = int32_t(threadIdx.x % kWarp) + 1;
+  const float length = ceilf(float(steps) / float(row_tiles * parts)) * float(a.tile_keys);
+  const float units = float(row_tiles * parts) * float(a.params.num_kv_heads);
+  const float rounds = ceilf(units / float(a.max_blocks));
+  float cost = rounds * (length + kUnitCost);
+  if (parts > 1) cost += rounds * kPartCost + kMergeCost + units;
+  if (parts > 1 && row_tiles * parts > a.slots.most - a.max_row_tiles) cost = INFINITY;
+  const float least = -warp_max(-cost);
+  const int best = __ffs(int(__ballot_sync(kFullMask, cost == least)));
+  return best == 1 ? INT32_MAX : int32_t(min((steps - 1) / uint64_t(row_tiles * best) + 1, uint64_t(INT32_MAX)));
+}
+
+__device__ int32_t parts_of(const Launch& a, const Tile& t, int32_t part_steps) {
+  return min((steps_of_keys(a, t.keys_begin, t.keys_end) - 1) / part_steps + 1, kMostParts);
+}
+
+// Part `part` of so many: all of about as many steps, none without any.
+__device__ Tile part_of(const Launch& a, Tile t, int32_t part, int32_t num_parts) {
+  if (num_parts == 1) return t;
+  const int32_t first = t.keys_begin / a.tile_keys, steps = steps_of_keys(a, t.keys_begin, t.keys_end);
+  const auto border = [&](int32_t number) { return (first + steps * number / num_parts) * a.tile_keys; };
+  t.keys_begin = max(t.keys_begin, border(part));
+  t.keys_end = min(t.keys_end, border(part + 1));
+  t.part = part;
+  t.num_parts = num_parts;
+  return t;
+}
+
 // Thread blocks that shall work. Beside decodes not all: tensor cores and memory then work at the same time, on different
-// SMs. `work`: key steps of the row tiles of one head, `decoded`: keys that the decode kernel reads of it.
+// SMs. `work`: cost of the tiles of one head, `decoded`: keys that the decode kernel reads of it.
 __device__ int32_t blocks_for(const Launch& a, float work, float decoded) {
   constexpr float kStepCost = 300.0f;  // time of a step on one SM, in times that memory takes to read a key
   const float blocks = ceilf(kStepCost * work / decoded);
@@ -64,18 +109,26 @@ __device__ int32_t section_for(const Launch& a, float keys) {
   return heads < float(all) ? max(int32_t(heads), 1) : all;
 }
 
-// Key steps of a tile: its keys, and what its begin and end take.
-__device__ float steps_of(const Tile& t) { return float(max(t.keys_end - t.keys_begin, 0) + 256); }
+// Time of a tile, in keys: its own, and what its begin and end take.
+__device__ float cost_of(const Tile& t) { return float(max(t.keys_end - t.keys_begin, 0) + 256); }
 
-// Calls function(tile) for every row tile, a warp a sequence.
+// Calls function(tile, part, num_parts) for every row tile. Without parts a warp takes a sequence, a lane a tile of it. With
+// parts, which few tiles have, a warp takes a tile, a lane each of the parts that it may have.
 template <class Function>
-__device__ void for_each_tile(const Launch& a, Function&& function) {
+__device__ void for_each_tile(const Launch& a, int32_t part_steps, Function&& function) {
+  static_assert(kMostParts == kWarp);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const bool has_parts = part_steps != INT32_MAX;
+  const int first = has_parts ? warp : lane, step = has_parts ? kScheduleWarps : kWarp;
 #pragma unroll 1
-  for (int32_t sequence = threadIdx.x / kWarp; sequence < a.params.num_seqs; sequence += kScheduleWarps) {
+  for (int32_t sequence = has_parts ? 0 : warp; sequence < a.params.num_seqs;
+       sequence += has_parts ? 1 : kScheduleWarps) {
     const Spans s = spans_of(a, sequence);
 #pragma unroll 1
-    for (int32_t number = threadIdx.x % kWarp; number < s.row_tiles; number += kWarp)
-      function(tile_of(a, sequence, s, number));
+    for (int32_t number = first; number < s.row_tiles; number += step) {
+      const Tile t = tile_of(a, sequence, s, number);
+      function(t, has_parts ? lane : 0, parts_of(a, t, part_steps));
+    }
   }
 }
 
@@ -91,38 +144,111 @@ __device__ int32_t sum_before(int32_t value, int32_t (&sums)[kScheduleWarps]) {
   return before;
 }
 
-// Lists the row tiles, those with most keys first (a counting sort), and resets the counter that deals them out.
+// Lists the row tiles or their parts, those with most keys first (a counting sort), and resets the counter that deals
+// them out.
 __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_constant__ Launch a) {
-  __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], most_keys;
+  __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], most_keys, row_tiles, part_steps, num_merges, num_slots;
   __shared__ float work, decoded, keys_read;
+  __shared__ unsigned long long steps;
   let_dependents_start();
   positions[threadIdx.x] = 0;
-  if (threadIdx.x == 0) most_keys = 0, work = decoded = keys_read = 0.0f;
+  if (threadIdx.x == 0)
+    most_keys = row_tiles = num_merges = num_slots = 0, work = decoded = keys_read = 0.0f, steps = 0;
   __syncthreads();
   for (int32_t sequence = threadIdx.x; sequence < a.params.num_seqs; sequence += kScheduleThreads) {
     const Spans s = spans_of(a, sequence);
     atomicMax(&most_keys, s.seq_len);
-    atomicAdd(&decoded, float(decoded_keys(a, s)));
-    if (s.row_tiles > 0) atomicAdd(&keys_read, float(s.seq_len));
+    if (s.row_tiles == 0) {
+      if (s.q_len > 0) atomicAdd(&decoded, float(most_keys_of(a, s)));
+      continue;
+    }
+    atomicAdd(&keys_read, float(s.seq_len));
+    atomicAdd(&row_tiles, s.row_tiles);
+    atomicAdd(&steps,
+              uint64_t(s.row_tiles) * (steps_of_keys(a, 0, most_keys_of(a, s)) + 1));  // + 1: a window begins anywhere
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarp) {
+    const int32_t found = steps_of_part(a, row_tiles, steps);
+    if (threadIdx.x == 0) part_steps = found;
   }
   __syncthreads();
   int shift = 0;
   while (most_keys >> shift >= kBuckets) ++shift;
   const auto bucket = [shift](const Tile& t) { return kBuckets - 1 - (max(t.keys_end - t.keys_begin, 0) >> shift); };
-  for_each_tile(a, [&](const Tile& t) {
+  for_each_tile(a, part_steps, [&](const Tile& whole, int32_t part, int32_t num_parts) {
+    if (part >= num_parts) return;
+    const Tile t = part_of(a, whole, part, num_parts);
     atomicAdd(&positions[bucket(t)], 1);
-    atomicAdd(&work, steps_of(t));
+    atomicAdd(&work, cost_of(t));
   });
   __syncthreads();
   const int32_t count = positions[threadIdx.x], before = sum_before(count, sums);
   positions[threadIdx.x] = before;
-  if (threadIdx.x == kBuckets - 1)
-    *a.header = {min(before + count, a.max_tiles), 0, blocks_for(a, work, decoded), section_for(a, keys_read)};
+  if (threadIdx.x == kBuckets - 1) {
+    a.header->num_tiles = min(before + count, a.max_tiles);
+    a.header->next_unit = 0;
+    a.header->num_blocks = blocks_for(a, work, decoded);
+    a.header->section = section_for(a, keys_read);
+  }
   __syncthreads();
-  for_each_tile(a, [&](const Tile& t) {
+  for_each_tile(a, part_steps, [&](const Tile& whole, int32_t part, int32_t num_parts) {
+    int32_t slot = 0;
+    if (num_parts > 1) slot = __shfl_sync(kFullMask, part == 0 ? atomicAdd(&num_slots, num_parts) : 0, 0);
+    if (part >= num_parts) return;
+    Tile t = part_of(a, whole, part, num_parts);
+    t.first_slot = slot;
     const int32_t position = atomicAdd(&positions[bucket(t)], 1);
     if (position < a.max_tiles) a.tiles[position] = t;  // else cu_seqlens_q is no prefix sum
+    if (num_parts > 1 && part == 0) a.merges[atomicAdd(&num_merges, 1)] = t;
   });
+  __syncthreads();
+  if (threadIdx.x == 0) a.header->num_merges = num_merges;
+}
+
+// Adds up the parts of a row, a warp a row of a kv head: as many at a time as the chip has room for.
+template <int kHeadSize>
+__global__ void __launch_bounds__(kMergeThreads, kMergeBlocksOfSm) merge(const __grid_constant__ Launch a) {
+  constexpr int kDims = kHeadSize / kWarp;  // of a lane
+  using Values = Vector<float, kDims>;
+  let_dependents_start();
+  wait_for_predecessor();
+  const AttentionParams& p = a.params;
+  const int lane = threadIdx.x % kWarp, kv_heads = int(p.num_kv_heads);
+  const int32_t rows = a.header->num_merges * kv_heads * a.slots.rows;
+#pragma unroll 1
+  for (int32_t index = (blockIdx.x * kMergeThreads + threadIdx.x) / kWarp; index < rows;
+       index += gridDim.x * (kMergeThreads / kWarp)) {
+    const int32_t item = index / a.slots.rows, row = index - item * a.slots.rows;
+    const Tile& t = a.merges[item / kv_heads];
+    const int32_t kv_head = item % kv_heads;
+    if (row >= t.rows) continue;
+    const float* first = a.slots.data + (int64_t(t.first_slot) * kv_heads + kv_head) * a.slots.slot_floats;
+    const int64_t step = kv_heads * a.slots.slot_floats;
+    // A lane knows the state of a part.
+    float2 state = {-INFINITY, 0.0f};
+    if (lane < t.num_parts) state = reinterpret_cast<const float2*>(first + lane * step)[row];
+    const float maximum = warp_max(state.x);
+    const float weight = maximum == -INFINITY ? 0.0f : exp2f(state.x - maximum), sum = warp_sum(state.y * weight);
+    float sums[kDims] = {};
+#pragma unroll 4
+    for (int part = 0; part < t.num_parts; ++part) {
+      const float own = __shfl_sync(kFullMask, weight, part);
+      const Values values =
+          *reinterpret_cast<const Values*>(first + part * step + 2 * a.slots.rows + row * kHeadSize + lane * kDims);
+#pragma unroll
+      for (int i = 0; i < kDims; ++i) sums[i] = fmaf(values.data[i], own, sums[i]);
+    }
+    const int32_t packed = t.first_row + row, query = packed / a.group, head = kv_head * a.group + packed % a.group;
+    const int64_t out_row = int64_t(t.token + query) * p.num_heads + head;
+    float total = sum;
+    if (p.sinks && sum != 0.0f) total += exp2f(p.sinks[head] * mma::kLog2e - maximum);
+#pragma unroll
+    for (int i = 0; i < kDims; ++i) sums[i] *= total == 0.0f ? 0.0f : 1.0f / total;
+    if (lane * kDims < p.value_cache.head_size)
+      store_floats(p.out, p.query_dtype, out_row * p.value_cache.head_size + lane * kDims, sums);
+    if (p.lse && lane == 0) p.lse[out_row] = sum == 0.0f ? -INFINITY : maximum * mma::kLn2 + logf(sum);
+  }
 }
 
 // ---- Host ----
@@ -134,14 +260,33 @@ int32_t tile_rows(const AttentionParams& p, Kind kind) {
   return (kind == Kind::wgmma ? rows_of(size_class) : mma_sync::rows_of(size_class)) / group * group;
 }
 
-int64_t max_tiles(const AttentionParams& p, Kind kind) {
-  return divide_up(p.num_tokens * (p.num_heads / p.num_kv_heads), tile_rows(p, kind)) + p.num_seqs;
+// A sequence may end inside a tile. Of many sequences those with few rows are the decode kernel's.
+int64_t max_row_tiles(const AttentionParams& p, Kind kind) {
+  const int64_t packed = p.num_tokens * (p.num_heads / p.num_kv_heads), with_many = packed / (kDecodeRows + 1);
+  const int64_t sequences = p.num_seqs > 1 && with_many < p.num_seqs ? with_many : p.num_seqs;
+  return divide_up(packed, tile_rows(p, kind)) + sequences;
 }
 
-int32_t log2_of(int64_t value) {
-  for (int32_t log = 0; log < 31; ++log)
-    if (value == int64_t(1) << log) return log;
-  return -1;
+int64_t max_blocks(const AttentionParams& p, Kind kind) {
+  return int64_t(current_device().num_sms) * (kind == Kind::wgmma ? 1 : mma_sync::blocks_of_sm(head_size_class(p)));
+}
+
+// Slots of a kv head for parts of tiles: twice as many as there are thread blocks, and a broken one for each tile. None
+// where there are enough row tiles, or where results must not hang on the neighbours of a row.
+int64_t max_slots(const AttentionParams& p, Kind kind) {
+  const int64_t tiles = max_row_tiles(p, kind), blocks = max_blocks(p, kind);
+  return p.deterministic || tiles * p.num_kv_heads > blocks ? 0 : tiles + 2 * blocks / p.num_kv_heads;
+}
+
+int64_t slot_floats(const AttentionParams& p, Kind kind) {
+  const int size = head_size_class(p);
+  return int64_t(kind == Kind::wgmma ? rows_of(size) : mma_sync::rows_of(size)) * (2 + size);
+}
+
+// The tiles, the merges and the slots come one after the other behind the header.
+int64_t tiles_bytes(const AttentionParams& p, Kind kind) {
+  const int64_t tiles = max_row_tiles(p, kind), slots = max_slots(p, kind);
+  return divide_up((slots == 0 ? tiles : slots + tiles) * int64_t(sizeof(Tile)), 256) * 256;
 }
 
 bool is_hopper() {
@@ -204,45 +349,83 @@ CUtensorMap map_of_queries(const AttentionParams& p, int32_t group, int32_t tile
                 {64, cuuint32_t(group), cuuint32_t(tile_rows / group), 1});
 }
 
+template <int kHeadSize>
+void launch_merge(const Launch& launch, cudaStream_t stream) {
+  launch_in_order<merge<kHeadSize>>(Order::beside_predecessor,
+                                    dim3(unsigned(kMergeBlocksOfSm * current_device().num_sms)), dim3(kMergeThreads), 0,
+                                    launch, stream, "paged_attention");
+}
+
+// The unit is the largest that all strides are multiples of.
+RowPlaces places_of(const AttentionParams& p, const Cache& c) {
+  const int64_t bytes = size_of(c.dtype);
+  const auto stride = [&](int64_t value, int64_t size) { return size > 1 ? bytes * value : 0; };
+  const int64_t block = stride(c.block_stride, p.num_blocks), slot = stride(c.slot_stride, p.block_size);
+  const int64_t head = stride(c.head_stride, p.num_kv_heads), all = block | slot | head | int64_t(1) << 30;
+  const int64_t unit = all & -all;
+  return {uint32_t(block / unit), uint32_t(slot / unit), uint32_t(head / unit), uint32_t(unit)};
+}
+
+// Do 32 bits count the units up to a cache's end?
+bool fits_places(const AttentionParams& p, const Cache& c) {
+  const RowPlaces places = places_of(p, c);
+  const double unit = places.unit_bytes, bytes = double(size_of(c.dtype));
+  const double most = double(c.block_stride) * double(p.num_blocks) + double(c.slot_stride) * double(p.block_size) +
+                      double(c.head_stride) * double(p.num_kv_heads);
+  return bytes * most / unit < double(UINT32_MAX);
+}
+
 Launch launch_of(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace) {
   Launch a{};
   a.params = p;
   a.header = static_cast<Header*>(workspace);
   a.tiles = reinterpret_cast<Tile*>(static_cast<char*>(workspace) + kHeaderBytes);
-  a.max_tiles = int32_t(max_tiles(p, kind));
+  const int size_class = head_size_class(p);
+  a.slots.most = int32_t(max_slots(p, kind));
+  a.slots.slot_floats = slot_floats(p, kind);
+  a.slots.rows = int32_t(a.slots.slot_floats / (2 + size_class));
+  a.slots.data = reinterpret_cast<float*>(static_cast<char*>(workspace) + kHeaderBytes + tiles_bytes(p, kind));
+  a.max_row_tiles = int32_t(max_row_tiles(p, kind));
+  a.max_tiles = a.slots.most == 0 ? a.max_row_tiles : a.slots.most;
+  a.merges = a.tiles + a.max_tiles;
   a.group = int32_t(p.num_heads / p.num_kv_heads);
   a.tile_rows = tile_rows(p, kind);
-  a.max_blocks = current_device().num_sms;
+  a.tile_keys = kind == Kind::wgmma ? keys_of(size_class) : mma_sync::keys_of(size_class);
+  a.max_blocks = int32_t(max_blocks(p, kind));
   if (kind == Kind::wgmma) {
     a.keys = map_of(p, p.key_cache);
     a.values = map_of(p, p.value_cache);
     a.queries = map_of_queries(p, a.group, a.tile_rows);
   } else {
-    a.max_blocks *= mma_sync::blocks_of_sm(head_size_class(p));
+    a.key_places = places_of(p, p.key_cache);
+    a.value_places = places_of(p, p.value_cache);
   }
   a.decode_rows = decode_rows;
   a.capacity = clipped_capacity(p);
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
-  a.log2_block_size = log2_of(p.block_size);
+  a.block_size = divisor_of(p.block_size);
   a.outside = outside;
   return a;
 }
 
-// Here one thread block does a unit of work from begin to end; the decode kernel splits keys among thread blocks, and is
-// faster with units for less than an eighth of the SMs. (Deterministic results must not hang on a row's neighbours.)
+// With fewer units than this the decode kernel is faster than that of every chip: it splits keys finer and stores less.
 bool fills_chip(const AttentionParams& p, Kind kind) {
   return 8 * p.num_tokens * p.num_heads >= int64_t(current_device().num_sms) * tile_rows(p, kind);
 }
 
 // What both kernels ask for: whole chunks of 16 bytes, and numbers that 32 bits hold.
 bool fits_any(const AttentionParams& p) {
+  const DType dtype = p.key_cache.dtype;
   const auto is_aligned = [](const void* data) { return reinterpret_cast<intptr_t>(data) % 16 == 0; };
-  const auto in_chunks = [](int64_t stride, int64_t size) { return size == 1 || stride % 8 == 0; };
+  const auto in_chunks = [](int64_t stride, int64_t size, int64_t bytes) {
+    return size == 1 || stride * bytes % 16 == 0;
+  };
   const auto fits_cache = [&](const Cache& c) {
-    return c.dtype == p.query_dtype && c.scale.kind == ScaleKind::none && c.head_size <= 256 && c.head_size % 8 == 0 &&
-           is_aligned(c.data) && in_chunks(c.block_stride, p.num_blocks) && in_chunks(c.slot_stride, p.block_size) &&
-           in_chunks(c.head_stride, p.num_kv_heads);
+    const int64_t bytes = size_of(c.dtype);
+    return c.dtype == dtype && c.head_size <= 256 && c.head_size * bytes % 16 == 0 && is_aligned(c.data) &&
+           in_chunks(c.block_stride, p.num_blocks, bytes) && in_chunks(c.slot_stride, p.block_size, bytes) &&
+           in_chunks(c.head_stride, p.num_kv_heads, bytes);
   };
   const auto fits_int32 = [](int64_t value) { return value > 0 && value < INT32_MAX; };
   const int64_t group = p.num_heads / p.num_kv_heads;
@@ -250,8 +433,17 @@ bool fits_any(const AttentionParams& p) {
          group <= 128 && fits_int32(p.block_size) && fits_int32(p.num_blocks) &&
          double(p.num_tokens) * double(p.num_heads) < double(1 << 30) && fits_cache(p.key_cache) &&
          fits_cache(p.value_cache) && is_aligned(p.query) && is_aligned(p.out) &&
-         in_chunks(p.query_token_stride, p.num_tokens) && in_chunks(p.query_head_stride, p.num_heads) &&
+         in_chunks(p.query_token_stride, p.num_tokens, 2) && in_chunks(p.query_head_stride, p.num_heads, 2) &&
          p.max_seqlen_q * group > kDecodeRows;
+}
+
+bool is_eight_bit(const AttentionParams& p) { return size_of(p.key_cache.dtype) == 1; }
+
+// Chips expand float8_e4m3fn from compute capability 8.9 on; other dtypes are multiplied as they are, without scales.
+bool fits_dtype(const AttentionParams& p) {
+  if (is_eight_bit(p)) return p.key_cache.dtype != DType::float8_e4m3fn || current_device().compute_capability >= 89;
+  return p.key_cache.dtype == p.query_dtype && p.key_cache.scale.kind == ScaleKind::none &&
+         p.value_cache.scale.kind == ScaleKind::none;
 }
 
 // The copy engine's boxes are 16 slots of a block; a tensor map has 40 bits for the bytes of a stride.
@@ -267,17 +459,29 @@ bool fits_tensor_maps(const AttentionParams& p) {
          fits_stride(p.query_token_stride, p.num_tokens) && fits_stride(p.query_head_stride, p.num_heads);
 }
 
+using Run = void (*)(const Launch&, int, cudaStream_t);
+
+Run attention_for(const AttentionParams& p, Kind kind) {
+  const bool is_half = p.query_dtype == DType::float16;
+  if (kind == Kind::wgmma) return is_half ? launch_float16 : launch_bfloat16;
+  if (is_eight_bit(p)) return is_half ? mma_sync::launch_eight_bit_float16 : mma_sync::launch_eight_bit_bfloat16;
+  return is_half ? mma_sync::launch_float16 : mma_sync::launch_bfloat16;
+}
+
 }  // namespace
 
 Kind kind_for(const AttentionParams& p) {
-  if (!fits_any(p)) return Kind::none;
-  const Kind kind = is_hopper() && fits_tensor_maps(p) ? Kind::wgmma : Kind::mma_sync;
-  const bool fits = tile_rows(p, kind) > 0 && (p.deterministic || fills_chip(p, kind));
-  return fits ? kind : Kind::none;
+  if (!fits_any(p) || !fits_dtype(p)) return Kind::none;
+  const Kind kind = !is_eight_bit(p) && is_hopper() && fits_tensor_maps(p) ? Kind::wgmma : Kind::mma_sync;
+  if (tile_rows(p, kind) == 0) return Kind::none;
+  if (kind == Kind::wgmma) return kind;
+  const bool fits = fits_places(p, p.key_cache) && fits_places(p, p.value_cache);
+  // Deterministic results must not hang on a row's neighbours.
+  return fits && (p.deterministic || fills_chip(p, kind)) ? kind : Kind::none;
 }
 
 int64_t workspace_bytes(const AttentionParams& p, Kind kind) {
-  return kHeaderBytes + max_tiles(p, kind) * int64_t(sizeof(Tile));
+  return kHeaderBytes + tiles_bytes(p, kind) + 4 * max_slots(p, kind) * p.num_kv_heads * slot_floats(p, kind);
 }
 
 void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace,
@@ -285,10 +489,12 @@ void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outsi
   const Launch a = launch_of(p, kind, decode_rows, outside, workspace);
   schedule<<<1, kScheduleThreads, 0, stream>>>(a);
   check_launch("paged_attention");
-  const bool is_half = p.query_dtype == DType::float16;
-  const auto run = kind == Kind::wgmma ? (is_half ? launch_float16 : launch_bfloat16)
-                                       : (is_half ? mma_sync::launch_float16 : mma_sync::launch_bfloat16);
-  run(a, head_size_class(p), stream);
+  const auto run = attention_for(p, kind);
+  const int size_class = head_size_class(p);
+  run(a, size_class, stream);
+  if (a.slots.most == 0) return;
+  const auto add_up = size_class == 64 ? launch_merge<64> : size_class == 128 ? launch_merge<128> : launch_merge<256>;
+  add_up(a, stream);
 }
 
 }  // namespace paged_kv::cuda::prefill

@@ -23,7 +23,7 @@ struct Shape {
   static constexpr int kRows = rows_of(kHeadSize);
   static constexpr int kConsumers = kRows / 64;  // warpgroups
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-  static constexpr int kKeys = kHeadSize == 64 ? 128 : 80;  // of a tile: what registers hold beside the sums
+  static constexpr int kKeys = keys_of(kHeadSize);
   static constexpr int kBoxes = kKeys / kBoxKeys;
   static constexpr int kPanels = kHeadSize / 64;  // a panel: 64 dims of all rows, 128 bytes a row
   static constexpr int kStages = kHeadSize == 256 ? 2 : 4;
@@ -96,12 +96,12 @@ class Boxes {
   // The block and slot of this lane's box; the block is num_blocks (nowhere: it reads zeros) where no key is visible.
   __device__ void find(int tile, int& block, int& slot) const {
     const int lane = threadIdx.x % kWarp, key = tile * S::kKeys + lane * kBoxKeys;
-    const int32_t block_size = int32_t(a_.params.block_size), num_blocks = int32_t(a_.params.num_blocks);
+    const int32_t num_blocks = int32_t(a_.params.num_blocks);
     block = num_blocks;
     slot = 0;
     if (lane >= S::kBoxes || key >= end_ || key + kBoxKeys <= begin_) return;
-    const int column = a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / block_size;
-    slot = key - column * block_size;
+    const int column = a_.block_size.divide(key);
+    slot = key - column * int32_t(a_.block_size.value);
     const int32_t entry = table_[column];
     if (uint32_t(entry) < uint32_t(num_blocks)) block = entry;
   }
@@ -448,7 +448,10 @@ class Consumer {
     pin(out);
     release(barriers_.value_empty(value_ring_.stage));
     value_ring_.advance();
-    store_rows<T, kHeadSize>(a_, out, softmax, rows, factor);
+    if (tile.num_parts > 1)
+      store_part<kHeadSize>(a_, out, softmax, tile, item.kv_head, number_ * 64, factor);
+    else
+      store_rows<T, kHeadSize>(a_, out, softmax, rows, factor);
   }
 
   const Launch& a_;

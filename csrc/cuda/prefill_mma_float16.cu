@@ -3,7 +3,7 @@
 namespace paged_kv::cuda::prefill::mma_sync {
 
 void launch_float16(const Launch& launch, int head_size_class, cudaStream_t stream) {
-  launch_class<Float16>(launch, head_size_class, stream);
+  launch_class<Float16, false>(launch, head_size_class, stream);
 }
 
 }  // namespace paged_kv::cuda::prefill::mma_sync

@@ -1,11 +1,13 @@
-// The prefill kernel of every chip: mma.sync, float16 and bfloat16, head sizes up to 256, any block size.
-// docs/kernels/prefill_mma.md.
+// The prefill kernel of every chip: mma.sync, float16 and bfloat16 queries, head sizes up to 256, any block size, caches
+// of the queries' dtype or of 8 bits. docs/kernels/prefill_mma.md.
 //
 // Thread blocks stay and take units from the counter of the schedule. A block holds the queries of its rows in shared
 // memory, and one tile of keys and one of values, each on its way while the other is multiplied. A warp has 16 packed rows,
-// or 32 that share what it reads of the tiles. Several blocks an SM work under each other's barriers.
+// or 32 that share what it reads of the tiles. Several blocks an SM work under each other's barriers. Tiles of 8 bits are
+// copied ahead, both, and become tiles of the queries' dtype before the products: as much work as a third of them.
 #pragma once
 
+#include "attention_formats.cuh"
 #include "prefill_rows.cuh"
 
 namespace paged_kv::cuda::prefill::mma_sync {
@@ -15,32 +17,68 @@ using mma::Fragment;
 using mma::shared_address;
 using mma::swizzled;
 
-template <int kHeadSize>
+template <int kHeadSize, bool kEightBit>
 struct Shape {
   static constexpr int kWarps = 4, kThreads = kWarps * kWarp;
   static constexpr int kGroups = kHeadSize == 256 ? 1 : 2;  // of 64 rows: a warp has 16 of each
-  static constexpr int kKeys = kHeadSize == 256 ? 32 : 64;  // of a tile
+  static constexpr int kKeys = keys_of(kHeadSize);  // of a tile
   static constexpr int kBlocksOfSm = blocks_of_sm(kHeadSize);  // that registers leave room for
   static constexpr int kRowBytes = 2 * kHeadSize, kChunks = kHeadSize / 8;
   static constexpr int kTileBytes = kKeys * kRowBytes, kQueryBytes = 64 * kGroups * kRowBytes;
-  static constexpr int kSharedBytes = kQueryBytes + 2 * kTileBytes;
+  // Rows of a cache that are copied: chunks of 16 bytes of one, rows that all threads copy at once, that one does in all.
+  static constexpr int kElementBytes = kEightBit ? 1 : 2, kCopyChunks = kHeadSize * kElementBytes / 16;
+  static constexpr int kRowsAtOnce = kThreads / kCopyChunks, kRowsOfThread = kKeys / kRowsAtOnce;
+  static constexpr int kRawBytes = kEightBit ? kKeys * kHeadSize : 0;  // a tile as it was stored
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kTileBytes + 2 * kRawBytes;
   static_assert(64 * kGroups == rows_of(kHeadSize));
 };
 
-// Where the keys of a tile lie, for the tile that is copied and the one before it.
-template <int kKeys>
-struct Places {
-  int2 places[2][kKeys];  // block and slot; block -1: nowhere, or no row sees it
+inline constexpr uint32_t kNowhere = UINT32_MAX;
+
+// Where the keys of a tile lie, for the tile that is copied and the one before it: units from the begin of a cache, or
+// kNowhere if no row sees a key. What one thread copies stands side by side.
+template <int kKeys, bool kEightBit>
+struct alignas(16) Places {
+  uint32_t keys[2][kKeys], values[2][kKeys];
   uint32_t there[2][kKeys / kWarp];  // a bit for each key that has a place
+  float key_scales[2][kEightBit ? kKeys : 1], value_scales[2][kEightBit ? kKeys : 1];
 };
 
-template <class T, int kHeadSize, bool kSoftcap>
+// A key and its value: where they lie, their scales.
+struct Found {
+  uint32_t key = kNowhere, value = kNowhere;
+  float key_scale = 1.0f, value_scale = 1.0f;
+};
+
+__device__ inline float scale_at(const Scale& s, int64_t block, int64_t slot, int64_t head) {
+  if (s.kind == ScaleKind::none) return 1.0f;
+  return s.data[block * s.block_stride + slot * s.slot_stride + head * s.head_stride];
+}
+
+__device__ inline bool has_slot_scales(const Cache& cache) { return cache.scale.kind == ScaleKind::per_slot; }
+
+__device__ inline uint4 load_chunk(uint32_t address) {
+  uint4 chunk;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+               : "r"(address)
+               : "memory");
+  return chunk;
+}
+
+__device__ inline void store_chunk(uint32_t address, const uint32_t* words) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
+template <class T, int kHeadSize, bool kSoftcap, bool kEightBit>
 class Worker {
  public:
-  using S = Shape<kHeadSize>;
+  using S = Shape<kHeadSize, kEightBit>;
   static constexpr int kScores = S::kKeys / 2, kOut = kHeadSize / 2;  // registers of a group of rows
 
-  __device__ Worker(const Launch& a, Places<S::kKeys>& places, uint32_t queries)
+  __device__ Worker(const Launch& a, Places<S::kKeys, kEightBit>& places, uint32_t queries)
       : a_(a), places_(places), queries_(queries), keys_(queries + S::kQueryBytes), values_(keys_ + S::kTileBytes) {}
 
   // Called by all threads, behind a barrier after the item before.
@@ -48,38 +86,44 @@ class Worker {
     const Tile& tile = item.tile;
     const int first = first_tile<S::kKeys>(tile);
     int number = last_tile<S::kKeys>(tile), slot = 0;
-    keep(look_up(tile, number), slot);
+    scale_ = a_.params.scale;
+    float value_scale = 1.0f;
+    if constexpr (kEightBit) {
+      const Cache &keys = a_.params.key_cache, &values = a_.params.value_cache;
+      const float key_scale = has_slot_scales(keys) ? 1.0f : scale_at(keys.scale, 0, 0, item.kv_head);
+      scales_by_key_ = has_slot_scales(keys) || !(key_scale > 0.0f);  // a base follows the largest of raw scores
+      if (!scales_by_key_) scale_ *= key_scale;
+      if (!has_slot_scales(values)) value_scale = scale_at(values.scale, 0, 0, item.kv_head);
+    }
+    keep(look_up(item, number), slot);
     copy_queries(item);
     __syncthreads();
-    copy_tile(a_.params.key_cache, keys_, item.kv_head, slot);
-    copy_tile(a_.params.value_cache, values_, item.kv_head, slot);
-    Rows rows[S::kGroups];
+    copy_keys(slot);
+    if constexpr (kEightBit) copy_values(slot);
+    mma::commit_copies();
     Softmax softmax[S::kGroups];
     float out[S::kGroups][kOut] = {};
 #pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
-      rows[g] = rows_of_thread(a_, tile, item.kv_head, g * 64);
-      softmax[g].begin();
-    }
-    const float factor = (kSoftcap ? a_.params.softcap : a_.params.scale) * kLog2e;
+    for (int g = 0; g < S::kGroups; ++g) softmax[g].begin();
+    const float factor = (kSoftcap ? a_.params.softcap : scale_) * kLog2e;
+    // Keys that all rows see: that of the first and the last row do.
+    const int32_t offset = tile.seq_len - tile.q_len, last_row = tile.first_row + tile.rows - 1;
+    const int32_t all_begin = visible_begin(a_, offset + last_row / a_.group);
+    const int32_t all_end = visible_end(a_, offset + tile.first_row / a_.group, tile.seq_len);
 #pragma unroll 1
     for (; number >= first; --number, slot ^= 1) {
       const bool more = number > first;
-      const int2 next = more ? look_up(tile, number - 1) : int2{-1, 0};  // on its way under the product
       float scores[S::kGroups][kScores] = {};
-      mma::wait_for_copies<1>();
-      __syncthreads();  // the keys are there
-      multiply_keys(scores);
-      keep(next, slot ^ 1);
-      __syncthreads();  // the keys are used up, the next places are known
-      if (more)
-        copy_tile(a_.params.key_cache, keys_, item.kv_head, slot ^ 1);
+      if constexpr (kEightBit)
+        score_eight_bit(scores, item, number, slot, more);
       else
-        mma::commit_copies();
+        score(scores, item, number, slot, more);
+      const int32_t first_key = number * S::kKeys;
+      const bool whole = all_there(slot) && first_key >= all_begin && first_key + S::kKeys <= all_end;
       uint32_t weights[S::kGroups][S::kKeys / 16][4];
 #pragma unroll
       for (int g = 0; g < S::kGroups; ++g) {
-        to_logits(scores[g], rows[g], number * S::kKeys, slot);
+        to_logits(scores[g], item, g, first_key, whole, slot);
         softmax[g].follow(scores[g], factor);
         if (softmax[g].shrinks) {
 #pragma unroll
@@ -90,38 +134,145 @@ class Worker {
         for (int i = 0; i < kScores / 2; ++i)
           weights[g][i / 4][i % 4] = pack(scores[g][2 * i], scores[g][2 * i + 1], T{});
       }
-      mma::wait_for_copies<1>();
-      __syncthreads();  // the values are there
       multiply_values(out, weights);
-      __syncthreads();  // the values are used up
-      if (more)
-        copy_tile(a_.params.value_cache, values_, item.kv_head, slot ^ 1);
-      else
-        mma::commit_copies();
     }
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       softmax[g].finish();
-      store_rows<T, kHeadSize>(a_, out[g], softmax[g], rows[g], factor);
+      if constexpr (kEightBit) {
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) out[g][i] *= value_scale;
+      }
+      if (tile.num_parts > 1)
+        store_part<kHeadSize>(a_, out[g], softmax[g], tile, item.kv_head, g * 64, factor);
+      else
+        store_rows<T, kHeadSize>(a_, out[g], softmax[g], rows_of_thread(a_, tile, item.kv_head, g * 64), factor);
     }
   }
 
  private:
-  // The place of key threadIdx.x of a tile. A block is looked up once and serves keys and values.
-  __device__ int2 look_up(const Tile& tile, int number) const {
-    const int32_t key = number * S::kKeys + int32_t(threadIdx.x);
-    if (int(threadIdx.x) >= S::kKeys || key < tile.keys_begin || key >= tile.keys_end) return {-1, 0};
-    const int32_t block_size = int32_t(a_.params.block_size);
-    const int32_t column = a_.log2_block_size >= 0 ? key >> a_.log2_block_size : key / block_size;
-    const int32_t block = a_.params.block_table[tile.sequence * a_.params.block_table_stride + column];
-    return {uint32_t(block) < uint32_t(a_.params.num_blocks) ? block : -1, key - column * block_size};
+  // The scores of a tile whose keys are on their way; its values and the next tile's keys go on theirs.
+  __device__ void score(float (&scores)[S::kGroups][kScores], const Item& item, int number, int slot, bool more) {
+    const Found next = more ? look_up(item, number - 1) : Found{};  // on its way under the product
+    mma::wait_for_copies<0>();
+    __syncthreads();  // the keys are there; the values before are used up
+    copy_values(slot);
+    mma::commit_copies();
+    multiply_keys(scores);
+    keep(next, slot ^ 1);
+    mma::wait_for_copies<0>();
+    __syncthreads();  // the values are there; the keys are used up; the next places are known
+    if (more) copy_keys(slot ^ 1);
+    mma::commit_copies();
   }
 
-  __device__ void keep(int2 place, int slot) {
-    if (int(threadIdx.x) >= S::kKeys) return;
-    places_.places[slot][threadIdx.x] = place;
-    const uint32_t there = __ballot_sync(kFullMask, place.x >= 0);
-    if (threadIdx.x % kWarp == 0) places_.there[slot][threadIdx.x / kWarp] = there;
+  // The same where keys and values are both on their way, of 8 bits.
+  __device__ void score_eight_bit(float (&scores)[S::kGroups][kScores], const Item& item, int number, int slot,
+                                  bool more) {
+    const Found next = more ? look_up(item, number - 1) : Found{};
+    mma::wait_for_copies<0>();
+    __syncthreads();  // the tiles before are used up; what this thread copied is there, and it alone reads that
+    switch (a_.params.key_cache.dtype) {
+      case DType::float8_e4m3fn: expand<mma::E4M3>(slot); break;
+      case DType::float8_e5m2: expand<mma::E5M2>(slot); break;
+      default: expand<mma::Int8>(slot);
+    }
+    keep(next, slot ^ 1);
+    __syncthreads();  // the tiles are there; the next places are known
+    if (more) {
+      copy_keys(slot ^ 1);
+      copy_values(slot ^ 1);
+    }
+    mma::commit_copies();
+    multiply_keys(scores);
+    if (!scales_by_key_) return;
+    const float* scales = places_.key_scales[slot] + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g)
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[g][i] *= scales[i / 4 * 8 + i % 2];
+  }
+
+  template <class Format>
+  __device__ void expand(int slot) const {
+    expand_rows<Format, false>(keys_ + 2 * S::kTileBytes, keys_, nullptr);
+    if (has_slot_scales(a_.params.value_cache))
+      expand_rows<Format, true>(keys_ + 2 * S::kTileBytes + S::kRawBytes, values_, places_.value_scales[slot]);
+    else
+      expand_rows<Format, false>(keys_ + 2 * S::kTileBytes + S::kRawBytes, values_, nullptr);
+  }
+
+  // The chunks that this thread copied, as operands.
+  template <class Format, bool kScaled>
+  __device__ void expand_rows(uint32_t source, uint32_t target, const float* scales) const {
+    const int chunk = threadIdx.x % S::kCopyChunks, first = threadIdx.x / S::kCopyChunks;
+#pragma unroll 2
+    for (int i = 0; i < S::kRowsOfThread; ++i) {
+      const int row = first + i * S::kRowsAtOnce;
+      const uint4 raw = load_chunk(source + row * kHeadSize + chunk * 16);
+      const float scale = kScaled ? scales[row] : 1.0f;
+      const uint32_t stored[4] = {raw.x, raw.y, raw.z, raw.w};
+      uint32_t words[8];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) Format::template expand<0, 1, 2, 3>(stored[w], words[2 * w], words[2 * w + 1]);
+#pragma unroll
+      for (int w = 0; w < 8; ++w) words[w] = operand<kScaled>(words[w], scale);
+      store_chunk(target + swizzled<S::kRowBytes>(row, 2 * chunk), words);
+      store_chunk(target + swizzled<S::kRowBytes>(row, 2 * chunk + 1), words + 4);
+    }
+  }
+
+  // Two float16s as an operand of the products.
+  template <bool kScaled>
+  __device__ static uint32_t operand(uint32_t halves, float scale) {
+    if (!kScaled && std::is_same<T, Float16>::value) return halves;
+    float low, high;
+    asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
+        : "=f"(low), "=f"(high)
+        : "r"(halves));
+    return kScaled ? pack(low * scale, high * scale, T{}) : pack(low, high, T{});
+  }
+
+  // Key threadIdx.x of a tile and its value. Its block is looked up once for both.
+  __device__ Found look_up(const Item& item, int number) const {
+    const Tile& tile = item.tile;
+    Found found;
+    const int32_t key = number * S::kKeys + int32_t(threadIdx.x);
+    if (int(threadIdx.x) >= S::kKeys || key < tile.keys_begin || key >= tile.keys_end) return found;
+    const int32_t column = a_.block_size.divide(key);
+    const uint32_t block = a_.params.block_table[tile.sequence * a_.params.block_table_stride + column];
+    if (block >= uint32_t(a_.params.num_blocks)) return found;
+    const uint32_t row = key - column * a_.block_size.value, head = item.kv_head;
+    const auto place = [&](const RowPlaces& p) { return block * p.block + row * p.slot + head * p.head; };
+    found.key = place(a_.key_places);
+    found.value = place(a_.value_places);
+    if constexpr (kEightBit) {
+      if (scales_by_key_) found.key_scale = scale_at(a_.params.key_cache.scale, block, row, head);
+      if (has_slot_scales(a_.params.value_cache))
+        found.value_scale = scale_at(a_.params.value_cache.scale, block, row, head);
+    }
+    return found;
+  }
+
+  __device__ void keep(const Found& found, int slot) {
+    const int key = threadIdx.x;
+    if (key >= S::kKeys) return;
+    const int position = key % S::kRowsAtOnce * S::kRowsOfThread + key / S::kRowsAtOnce;
+    places_.keys[slot][position] = found.key;
+    places_.values[slot][position] = found.value;
+    if constexpr (kEightBit) {
+      places_.key_scales[slot][key] = found.key_scale;
+      places_.value_scales[slot][key] = found.value_scale;
+    }
+    const uint32_t there = __ballot_sync(kFullMask, found.key != kNowhere);
+    if (key % kWarp == 0) places_.there[slot][key / kWarp] = there;
+  }
+
+  __device__ bool all_there(int slot) const {
+    uint32_t all = kFullMask;
+#pragma unroll
+    for (int i = 0; i < S::kKeys / kWarp; ++i) all &= places_.there[slot][i];
+    return all == kFullMask;
   }
 
   // The packed rows of an item, zeros past its end: a part of the first group of copies.
@@ -140,22 +291,44 @@ class Worker {
     }
   }
 
+  __device__ void copy_keys(int slot) const {
+    copy_tile(a_.params.key_cache, a_.key_places.unit_bytes, kEightBit ? keys_ + 2 * S::kTileBytes : keys_,
+              places_.keys[slot], all_there(slot));
+  }
+
+  __device__ void copy_values(int slot) const {
+    copy_tile(a_.params.value_cache, a_.value_places.unit_bytes,
+              kEightBit ? keys_ + 2 * S::kTileBytes + S::kRawBytes : values_, places_.values[slot], all_there(slot));
+  }
+
   // A tile of keys or values, zeros where no row sees a key: what lies there must not meet even a weight of zero.
-  __device__ void copy_tile(const Cache& cache, uint32_t target, int32_t kv_head, int slot) const {
-    constexpr int kRowsAtOnce = S::kThreads / S::kChunks;
-    const int chunk = threadIdx.x % S::kChunks, first = threadIdx.x / S::kChunks;
-    const bool in_row = chunk * 8 < cache.head_size;
-    const uint16_t* base = static_cast<const uint16_t*>(cache.data) + kv_head * cache.head_stride + chunk * 8;
+  __device__ void copy_tile(const Cache& cache, uint32_t unit, uint32_t target, const uint32_t* places,
+                            bool all_there) const {
+    const int chunk = threadIdx.x % S::kCopyChunks, first = threadIdx.x / S::kCopyChunks;
+    const uint32_t own = target + (kEightBit ? first * kHeadSize + chunk * 16 : swizzled<S::kRowBytes>(first, chunk));
+    const auto target_of = [own](int number) {
+      const int row = number * S::kRowsAtOnce;
+      return kEightBit ? own + row * kHeadSize : (own ^ mma::swizzle<S::kRowBytes>(row)) + row * S::kRowBytes;
+    };
+    const char* base;  // as asm: the compiler would add the two once more for each row
+    asm("add.u64 %0, %1, %2;" : "=l"(base) : "l"(cache.data), "l"(uint64_t(chunk) * 16));
+    places += first * S::kRowsOfThread;
+    const bool in_row = chunk * (16 / S::kElementBytes) < cache.head_size;
+    if (in_row && all_there) {  // nearly always
+      constexpr int kAtOnce = S::kRowsOfThread < 4 ? S::kRowsOfThread : 4;
 #pragma unroll
-    for (int i = 0; i < S::kKeys / kRowsAtOnce; ++i) {
-      const int row = first + i * kRowsAtOnce;
-      const int2 place = places_.places[slot][row];
-      const bool valid = in_row && place.x >= 0;
-      const uint16_t* source = base + place.x * cache.block_stride + place.y * cache.slot_stride;
-      copy_async(target + swizzled<S::kRowBytes>(row, chunk), valid ? static_cast<const void*>(source) : cache.data,
-                 valid);
+      for (int i = 0; i < S::kRowsOfThread; i += kAtOnce) {
+        const auto some = *reinterpret_cast<const Vector<uint32_t, kAtOnce>*>(places + i);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) copy_async(target_of(i + j), base + uint64_t(some.data[j]) * unit, true);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < S::kRowsOfThread; ++i) {
+        const bool valid = in_row && places[i] != kNowhere;
+        copy_async(target_of(i), valid ? base + uint64_t(places[i]) * unit : cache.data, valid);
+      }
     }
-    mma::commit_copies();
   }
 
   // S = Q K^T. A fragment of keys serves all groups of rows.
@@ -208,37 +381,41 @@ class Worker {
     }
   }
 
-  __device__ void to_logits(float (&scores)[kScores], const Rows& rows, int32_t first, int slot) const {
+  __device__ void to_logits(float (&scores)[kScores], const Item& item, int group, int32_t first, bool whole,
+                            int slot) const {
     if constexpr (kSoftcap) {
-      const float factor = a_.params.scale / a_.params.softcap;
+      const float factor = scale_ / a_.params.softcap;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) scores[i] = bounded_tanh(scores[i] * factor);
     }
-    uint32_t there[S::kKeys / kWarp], all = kFullMask;
-#pragma unroll
-    for (int i = 0; i < S::kKeys / kWarp; ++i) all &= there[i] = places_.there[slot][i];
-    if (all == kFullMask && first >= rows.all_begin && first + S::kKeys <= rows.all_end) return;
+    if (whole) return;
+    const Rows rows = rows_of_thread(a_, item.tile, item.kv_head, group * 64);  // rarely: it takes many registers
     const int shift = threadIdx.x % 4 * 2;  // a thread's columns of eight are 2 * (lane % 4) and the next
-    hide<S::kKeys>(scores, rows, first, [&](int key) { return there[key / kWarp] >> shift >> key % kWarp & 1; });
+    uint32_t there[S::kKeys / kWarp];
+#pragma unroll
+    for (int i = 0; i < S::kKeys / kWarp; ++i) there[i] = places_.there[slot][i] >> shift;
+    hide<S::kKeys>(scores, rows, first, [&](int key) { return there[key / kWarp] >> key % kWarp & 1; });
   }
 
   const Launch& a_;
-  Places<S::kKeys>& places_;
+  Places<S::kKeys, kEightBit>& places_;
   const uint32_t queries_, keys_, values_;
+  float scale_;  // of raw scores, those of the keys with it where one number is that of all
+  bool scales_by_key_ = false;
 };
 
-template <class T, int kHeadSize, bool kSoftcap>
-__global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, Shape<kHeadSize>::kBlocksOfSm)
+template <class T, int kHeadSize, bool kSoftcap, bool kEightBit>
+__global__ void __launch_bounds__(Shape<kHeadSize, kEightBit>::kThreads, Shape<kHeadSize, kEightBit>::kBlocksOfSm)
     attention(const __grid_constant__ Launch a) {
-  using S = Shape<kHeadSize>;
-  extern __shared__ __align__(1024) char memory[];  // queries, a tile of keys, a tile of values
-  __shared__ Places<S::kKeys> places;
+  using S = Shape<kHeadSize, kEightBit>;
+  extern __shared__ __align__(1024) char memory[];  // queries, a tile of keys, one of values, both as they are stored
+  __shared__ Places<S::kKeys, kEightBit> places;
   __shared__ Item item;
   let_dependents_start();
   wait_for_predecessor();
   if (a.outside && threadIdx.x / kWarp == 0) zero_outside_spans(a);
   const Units units = units_of(a, true);
-  Worker<T, kHeadSize, kSoftcap> worker(a, places, shared_address(memory));
+  Worker<T, kHeadSize, kSoftcap, kEightBit> worker(a, places, shared_address(memory));
 #pragma unroll 1
   for (;;) {
     __syncthreads();  // the item before is done with
@@ -252,12 +429,13 @@ __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, Shape<kHeadSize>::
   }
 }
 
-template <class T>
+template <class T, bool kEightBit>
 void launch_class(const Launch& launch, int head_size_class, cudaStream_t stream) {
   dispatch_instance(launch, head_size_class, [&](auto size, auto softcap) {
     constexpr int kHeadSize = decltype(size)::value;
-    using S = Shape<kHeadSize>;
-    launch_blocks<attention<T, kHeadSize, decltype(softcap)::value>>(launch, S::kThreads, S::kSharedBytes, stream);
+    using S = Shape<kHeadSize, kEightBit>;
+    launch_blocks<attention<T, kHeadSize, decltype(softcap)::value, kEightBit>>(launch, S::kThreads, S::kSharedBytes,
+                                                                                stream);
   });
 }
 

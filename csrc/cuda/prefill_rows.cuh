@@ -263,4 +263,23 @@ __device__ void store_rows(const Launch& a, const float (&out)[kHeadSize / 2], c
   }
 }
 
+// The same of a tile that is one of several parts: the rows' states and sums, for the merging launch.
+template <int kHeadSize>
+__device__ void store_part(const Launch& a, const float (&out)[kHeadSize / 2], const Softmax& softmax, const Tile& tile,
+                           int32_t kv_head, int group_row, float factor) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % 4;
+  const int64_t number = int64_t(tile.first_slot + tile.part) * a.params.num_kv_heads + kv_head;
+  float* slot = a.slots.data + number * a.slots.slot_floats;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = group_row + warp * 16 + lane / 4 + 8 * r;
+    if (row >= tile.rows) continue;
+    if (lane % 4 == 0) reinterpret_cast<float2*>(slot)[row] = {softmax.base[r] * factor, softmax.sum[r]};
+    float* target = slot + 2 * a.slots.rows + row * kHeadSize + 2 * (lane % 4);
+#pragma unroll
+    for (int chunk = 0; chunk < kHeadSize / 8; ++chunk)
+      *reinterpret_cast<float2*>(target + 8 * chunk) = {out[4 * chunk + 2 * r], out[4 * chunk + 2 * r + 1]};
+  }
+}
+
 }  // namespace paged_kv::cuda::prefill
