@@ -6,6 +6,8 @@
 
 namespace paged_kv::cuda::mma {
 
+__device__ inline bool has_slot_scales(const Cache& cache) { return cache.scale.kind == ScaleKind::per_slot; }
+
 template <class T>
 struct SixteenBit {
   using Operand = T;

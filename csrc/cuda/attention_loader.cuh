@@ -44,8 +44,6 @@ struct TileNotes<Format, 2> {
 
 __device__ inline int num_warps() { return blockDim.x / kWarp; }
 
-__device__ inline bool has_slot_scales(const Cache& cache) { return cache.scale.kind == ScaleKind::per_slot; }
-
 __device__ inline bool has_slot_scales(const AttentionParams& p) {
   return has_slot_scales(p.key_cache) || has_slot_scales(p.value_cache);
 }

@@ -139,6 +139,17 @@ void launch_merge(const AttentionLaunch& launch, cudaStream_t stream) {
   run(Order::beside_predecessor, current_device().num_sms, kMergeThreads, 0, launch, stream);
 }
 
+void launch_decode(const AttentionLaunch& launch, const AttentionPlan& plan, cudaStream_t stream) {
+  launch_attention(launch, plan, stream);
+  switch (plan.rows) {
+    case general::kRows: return launch_merge<general::kRows, general::kKeys>(launch, stream);
+    case 8: return launch_merge<8, kTensorCoreKeys>(launch, stream);
+    case 16: return launch_merge<16, kTensorCoreKeys>(launch, stream);
+    case 32: return launch_merge<32, kTensorCoreKeys>(launch, stream);
+    default: throw std::logic_error("no merge for items of " + std::to_string(plan.rows) + " rows");
+  }
+}
+
 AttentionPlan plan_attention(const AttentionParams& params) {
   AttentionPlan plan{};
   const Device& device = current_device();
@@ -216,23 +227,15 @@ void paged_attention(AttentionParams params, const Allocate& allocate, cudaStrea
   params.workspace =
       allocate(round_up(plan.bytes, 256) + (has_prefill ? prefill::workspace_bytes(params, plan.prefill) : 0));
   AttentionLaunch launch = launch_of(params, plan);
-  if (has_prefill) {
-    // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
-    const bool alone = params.num_seqs == 1 && !params.deterministic;
-    launch.row_limit = alone ? 0 : prefill::kDecodeRows;
-    void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
-    prefill::launch(params, plan.prefill, launch.row_limit, alone, memory, stream);
-    if (alone) return;
-    launch.beside_prefill = true;
-  }
-  launch_attention(launch, plan, stream);
-  switch (plan.rows) {
-    case general::kRows: return launch_merge<general::kRows, general::kKeys>(launch, stream);
-    case 8: return launch_merge<8, kTensorCoreKeys>(launch, stream);
-    case 16: return launch_merge<16, kTensorCoreKeys>(launch, stream);
-    case 32: return launch_merge<32, kTensorCoreKeys>(launch, stream);
-    default: throw std::logic_error("no merge for items of " + std::to_string(plan.rows) + " rows");
-  }
+  if (!has_prefill) return launch_decode(launch, plan, stream);
+  // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
+  const bool alone = params.num_seqs == 1 && !params.deterministic;
+  launch.row_limit = alone ? 0 : prefill::kDecodeRows;
+  launch.beside_prefill = true;
+  void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
+  prefill::launch(params, plan.prefill, launch.row_limit, alone, memory, stream, [&] {
+    if (!alone) launch_decode(launch, plan, stream);
+  });
 }
 
 }  // namespace paged_kv::cuda

@@ -485,13 +485,14 @@ int64_t workspace_bytes(const AttentionParams& p, Kind kind) {
 }
 
 void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace,
-            cudaStream_t stream) {
+            cudaStream_t stream, const std::function<void()>& beside) {
   const Launch a = launch_of(p, kind, decode_rows, outside, workspace);
   schedule<<<1, kScheduleThreads, 0, stream>>>(a);
   check_launch("paged_attention");
   const auto run = attention_for(p, kind);
   const int size_class = head_size_class(p);
   run(a, size_class, stream);
+  beside();
   if (a.slots.most == 0) return;
   const auto add_up = size_class == 64 ? launch_merge<64> : size_class == 128 ? launch_merge<128> : launch_merge<256>;
   add_up(a, stream);

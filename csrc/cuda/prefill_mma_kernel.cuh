@@ -4,7 +4,7 @@
 // Thread blocks stay and take units from the counter of the schedule. A block holds the queries of its rows in shared
 // memory, and one tile of keys and one of values, each on its way while the other is multiplied. A warp has 16 packed rows,
 // or 32 that share what it reads of the tiles. Several blocks an SM work under each other's barriers. Tiles of 8 bits are
-// copied ahead, both, and become tiles of the queries' dtype before the products: as much work as a third of them.
+// copied ahead, both, and become tiles of the queries' dtype before the products, a fifth of the time.
 #pragma once
 
 #include "attention_formats.cuh"
@@ -14,6 +14,7 @@ namespace paged_kv::cuda::prefill::mma_sync {
 
 using mma::copy_async;
 using mma::Fragment;
+using mma::has_slot_scales;
 using mma::shared_address;
 using mma::swizzled;
 
@@ -54,8 +55,6 @@ __device__ inline float scale_at(const Scale& s, int64_t block, int64_t slot, in
   if (s.kind == ScaleKind::none) return 1.0f;
   return s.data[block * s.block_stride + slot * s.slot_stride + head * s.head_stride];
 }
-
-__device__ inline bool has_slot_scales(const Cache& cache) { return cache.scale.kind == ScaleKind::per_slot; }
 
 __device__ inline uint4 load_chunk(uint32_t address) {
   uint4 chunk;
