@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "
 class LlamaTest:
     def generated(self):
         model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
-        settings = {"max_new_tokens": 3, "return_dict_in_generate": True}
+        settings = {"max_new_tokens": 3, "min_new_tokens": 3, "return_dict_in_generate": True}
         return model.generate(torch.tensor([[5, 6]]), **settings).past_key_values
 
 
