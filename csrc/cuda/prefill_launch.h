@@ -15,13 +15,14 @@ namespace paged_kv::cuda::prefill {
 inline constexpr int kBoxKeys = 16;  // of one copy: every block size that is a multiple of this fits
 
 // Packed rows of one sequence and keys that they see, the same for all kv heads. A unit of work is this and a kv head.
-struct alignas(16) Tile {
+struct Tile {
   int32_t sequence, token, q_len, seq_len;
   int32_t first_row, rows;  // packed: query token x head of the group
   int32_t keys_begin, keys_end;  // visible to any row; empty where end <= begin
   int32_t part, num_parts;  // which of so many that have the same rows and share their keys
   int32_t first_slot;  // where results of part 0 lie, if there are others
 };
+static_assert(sizeof(Tile) == 11 * sizeof(int32_t));  // its words are read one by one: there are none between
 
 struct Header {
   int32_t num_tiles;
