@@ -15,8 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 BLOCK_SIZES = [16, 20]  # on Hopper: one for each kernel
-# Spans, lengths: with and without a prior, a decode, tails. What looks at each access to shared memory takes as long as a
-# minute for the first.
+# Spans, lengths: with and without a prior, a decode, tails. Sanitizers look at each access to memory: shorter for them.
 RAGGED = ([300, 77, 512, 1, 90], [300, 1000, 513, 700, 90])
 if not VALUES_COUNT:
     RAGGED = ([200, 77, 200, 1, 90], [200, 330, 201, 180, 90])
@@ -156,14 +155,14 @@ def test_eight_bit_keys_with_a_scale_that_is_not_positive(cache_dtype: torch.dty
     case.check()
 
 
-# Spans, lengths: few rows and many keys. The last: a sequence of far more keys than the average.
+# Spans, lengths: few rows and many keys.
 FEW_ROWS = [
     ([70], [6000]),
     ([40, 130, 17], [3000, 900, 7000]),
     ([65, 300], [65, 300]),
     ([320], [7000]),
     ([17, 300, 1], [900, 5000, 700]),
-    ([33] * 9 + [40], [50] * 9 + [30000]),
+    ([33] * 9 + [40], [50] * 9 + [30000]),  # one of far more keys than the average
     ([64] + [0] * 63, [8000] + [0] * 63),  # rows that read a shared prefix together
     ([1] * 20 + [80] + [1] * 20, [300] * 20 + [9000] + [300] * 20),
 ]
