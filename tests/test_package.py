@@ -69,7 +69,7 @@ def test_op_has_a_cpu_kernel(name: str) -> None:
 # Layers: a module imports from its own layer and those before it
 
 LAYERS = [
-    ["_library", "errors", "huge_pages"],
+    ["_library", "digests", "errors", "huge_pages"],
     ["reference"],
     ["ops"],
     ["shared_prefix"],

@@ -214,7 +214,7 @@ def test_what_prompts_begin_with_alike_is_hashed_once(monkeypatch: pytest.Monkey
     for view, tokens, blocks in zip(views, (pair, longer, longer, pair), (4 + 2, 1, 5, 4 + 2), strict=True):
         expected = [view.digests(row, BLOCK, "block size 4, windows None, dtype None, scales None") for row in tokens]
         with monkeypatch.context() as patch:
-            patch.setattr("torch_paged_kv.prefix.hashlib", SimpleNamespace(sha256=sha256))
+            patch.setattr("torch_paged_kv.digests.hashlib", SimpleNamespace(sha256=sha256))
             assert view.batch(cache, tokens).digests == expected
         assert len(hashed) == 1 + blocks  # and what stands before the first block
         hashed.clear()

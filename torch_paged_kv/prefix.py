@@ -9,7 +9,6 @@ Everything happens on the host when a prompt comes and when it is written; a ste
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import weakref
 from array import array
@@ -17,95 +16,19 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cache import PagedKVCache
+from .digests import Hashed, Label, block_digests, encoded_fields, hash_blocks, root_digest
 from .scales import Scales, StaticScales
 from .storage import KVPool
 
 __all__ = ["Label", "PrefixCache", "block_digests", "root_digest"]
 
-Label = str | bytes | int | None
 FORMAT = 1  # of what is hashed
 EVICTED_AT_LEAST = 64  # 1/64 of a pool's blocks is given up at a time, so that a full pool is not searched every step
-
-
-# ---- digests --------------------------------------------------------------------------------------------------------
-
-
-def root_digest(fields: Iterable[tuple[str, Label | Sequence[Label]]]) -> bytes:
-    """SHA-256 of named values, each with its type and length, so that no two lists of fields are written alike.
-
-    Raises:
-        TypeError: a value is none of str, bytes, int, None, or a sequence of them.
-    """
-    return hashlib.sha256(_encoded_fields(fields)).digest()
-
-
-def _encoded_fields(fields: Iterable[tuple[str, Label | Sequence[Label]]]) -> bytes:
-    return b"".join(_encoded(name) + _encoded(value) for name, value in fields)
-
-
-def _encoded(value: Label | Sequence[Label]) -> bytes:
-    if value is None:
-        kind, data = b"n", b""
-    elif isinstance(value, str):
-        kind, data = b"s", value.encode()
-    elif isinstance(value, bytes):
-        kind, data = b"b", value
-    elif isinstance(value, int) and not isinstance(value, bool):
-        kind, data = b"i", str(value).encode()
-    elif isinstance(value, (list, tuple)):
-        kind, data = b"l", b"".join(_encoded(item) for item in value)
-    else:
-        raise TypeError(f"a label must be str, bytes, int or None, got {type(value).__name__}")
-    return kind + len(data).to_bytes(8, "little") + data
-
-
-def block_digests(tokens: Tensor, block_size: int, root: bytes) -> list[bytes]:
-    """Digest of each whole block of a sequence: SHA-256 of the digest before it and its tokens as 64-bit numbers.
-
-    Args:
-        tokens: integers ``[length]``.
-        block_size: tokens in a block; a last block that is not full has no digest.
-        root: what stands before the first block, 32 bytes.
-    """
-    return _hashed(tokens, block_size, root, ()).digests
-
-
-class _Hashed(NamedTuple):
-    """A sequence and the digests of its whole blocks."""
-
-    root: bytes
-    data: bytes  # the tokens of those blocks, as they are hashed
-    digests: list[bytes]
-
-    def shared(self, root: bytes, data: bytes, size: int) -> list[bytes]:
-        """Digests of the blocks, ``size`` bytes each, that another sequence begins with, too."""
-        alike, end = 0, min(len(data), len(self.data)) // size if root == self.root else 0
-        while alike < end:
-            middle = (alike + end + 1) // 2
-            if data.startswith(self.data[alike * size : middle * size], alike * size):
-                alike = middle
-            else:
-                end = middle - 1
-        return self.digests[:alike]
-
-
-def _hashed(tokens: Tensor, block_size: int, root: bytes, others: Iterable[_Hashed]) -> _Hashed:
-    """:func:`block_digests`; what one of the ``others`` begins with, too, is not hashed again."""
-    tokens = tokens.to("cpu", torch.int64).contiguous()
-    size = 8 * block_size
-    data = ctypes.string_at(tokens.data_ptr(), tokens.numel() // block_size * size)
-    digests = max((other.shared(root, data, size) for other in others), key=len, default=[])
-    sha256, digest = hashlib.sha256, digests[-1] if digests else root
-    for start in range(len(digests) * size, len(data), size):
-        digest = sha256(digest + data[start : start + size]).digest()
-        digests.append(digest)
-    return _Hashed(root, data, digests)
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -138,9 +61,8 @@ class Prompt:
         return next((index for index, (its, mine) in pairs if its != mine), length)
 
 
-def _positions(real: Tensor) -> Sequence[int]:
-    """Where a row, bool ``[length]`` on the CPU, holds tokens: a range if nothing lies between them."""
-    positions = real.nonzero().flatten()
+def _as_sequence(positions: Tensor) -> Sequence[int]:
+    """Rising positions, int64 ``[num_tokens]`` on the CPU: a range if nothing lies between them."""
     if not len(positions):
         return range(0)
     between = range(int(positions[0]), int(positions[-1]) + 1)
@@ -179,7 +101,7 @@ class _Store:
         default_factory=OrderedDict
     )  # digest -> a block per group, -1 = none
     held: set[int] = field(default_factory=set)  # every block in entries
-    recent: list[_Hashed] = field(default_factory=list)  # the rows of the last batch
+    recent: list[Hashed] = field(default_factory=list)  # the rows of the last batch
     counts: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
 
@@ -270,7 +192,7 @@ class PrefixCache:
             "adapter": adapter,
             "media": tuple(media),
         }
-        self._encoded = _encoded_fields([("format", FORMAT), *self._salt.items()])  # refuses wrong types
+        self._encoded = encoded_fields([("format", FORMAT), *self._salt.items()])  # refuses wrong types
 
     def with_salt(self, **fields: Label | Sequence[Label]) -> PrefixCache:
         """A view on the same blocks with some of ``model``, ``tenant``, ``adapter``, ``media`` changed."""
@@ -331,8 +253,7 @@ class PrefixCache:
 
     def _root(self, block_size: int, layout: str) -> bytes:
         """What stands before the first block: :func:`root_digest` of everything but tokens."""
-        fields = self._encoded + _encoded_fields((("block_size", block_size), ("layout", layout)))
-        return hashlib.sha256(fields).digest()
+        return root_digest((("block_size", block_size), ("layout", layout)), self._encoded)
 
     def batch(self, cache: PagedKVCache, input_ids: Tensor, attention_mask: Tensor | None = None) -> Batch:
         """The prompts of a padded batch, with their digests.
@@ -353,14 +274,17 @@ class PrefixCache:
             real = None
         root, recent = self._root(cache.block_size, layout), self._store.recent
         rows: list[Prompt] = []
-        hashed: list[_Hashed] = []
+        hashed: list[Hashed] = []
         for row, ids in enumerate(input_ids):
-            positions = range(length) if real is None else _positions(real[row])
-            # index_select, as indexing wakes all threads of a host for a few thousand numbers, however busy they are
-            tokens = ids if real is None else ids.index_select(0, real[row].nonzero().flatten())
+            tokens = ids
+            positions: Sequence[int] = range(length)
+            if real is not None:
+                where = real[row].nonzero().flatten()
+                # index_select, as indexing wakes all threads of a host for a few thousand numbers, busy or not
+                tokens, positions = ids.index_select(0, where), _as_sequence(where)
             # Prompts often begin like the row above, and as those before them did; a row goes on with its answer.
             others = [*hashed[-1:], *recent[row : row + 1]]
-            hashed.append(_hashed(tokens, cache.block_size, root, others))
+            hashed.append(hash_blocks(tokens, cache.block_size, root, others))
             rows.append(Prompt(tokens, positions, hashed[-1].digests))
         self._store.recent = hashed
         return Batch(rows, length, real)
@@ -467,7 +391,7 @@ class PrefixCache:
         padded = not bool(stored.all())
         added: list[int] = []
         for index, row in enumerate(batch.rows):
-            held = _positions(stored[index]) if padded else range(stored.shape[1])
+            held = _as_sequence(stored[index].nonzero().flatten()) if padded else range(stored.shape[1])
             whole = row.held_in(held) // cache.block_size
             begin = min(row.attached, whole)  # what the row took from here is here, unless somebody called clear()
             if not all(map(store.entries.__contains__, row.digests[:begin])):

@@ -8,6 +8,12 @@ namespace paged_kv::cuda::mma {
 
 __device__ inline bool has_slot_scales(const Cache& cache) { return cache.scale.kind == ScaleKind::per_slot; }
 
+// The scale that all slots of a head share; 1 where each has its own.
+__device__ inline float static_scale(const Cache& cache, int32_t kv_head) {
+  if (cache.scale.kind == ScaleKind::none || has_slot_scales(cache)) return 1.0f;
+  return cache.scale.data[kv_head * cache.scale.head_stride];
+}
+
 template <class T>
 struct SixteenBit {
   using Operand = T;

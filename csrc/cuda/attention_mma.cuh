@@ -96,16 +96,10 @@ struct State {
     }
     if constexpr (kExpands) {
       constexpr float kSmallest = 1.17549435e-38f;  // any scale of a slot is a larger unit
-      value_unit = has_slot_scales(p.value_cache) ? kSmallest : static_scale(p.value_cache, s);
+      value_unit = has_slot_scales(p.value_cache) ? kSmallest : static_scale(p.value_cache, s.kv_head);
     }
     const int32_t first = a.group.divide(s.first_row), last = a.group.divide(s.first_row + s.rows - 1);
     all = {visible_to_any(a, s.sequence, last, last).begin, visible_to_any(a, s.sequence, first, first).end};
-  }
-
-  // The scale that all slots of a segment share; 1 where each has its own.
-  __device__ static float static_scale(const Cache& cache, const Segment& s) {
-    if (cache.scale.kind == ScaleKind::none || has_slot_scales(cache)) return 1.0f;
-    return cache.scale.data[s.kv_head * cache.scale.head_stride];
   }
 
   // The query row that column l / 4 of tile t stands for; null: none.
@@ -161,7 +155,7 @@ struct State {
 #pragma unroll
       for (int i = 0; i < 2; ++i) queries[t][step][i] = pack(values[2 * i], values[2 * i + 1], Float16{});
     }
-    const float factor = a.scale * kLog2e * static_scale(a.params.key_cache, s);
+    const float factor = a.scale * kLog2e * static_scale(a.params.key_cache, s.kv_head);
 #pragma unroll
     for (int c = 0; c < 2; ++c) factors[t][c] = factor * __shfl_sync(kFullMask, unit, 8 * (lane % 4) + 4 * c);
   }

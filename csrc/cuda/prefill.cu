@@ -253,40 +253,44 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksOfSm) merge(const _
 
 // ---- Host ----
 
-// Packed rows of a tile: whole tokens.
+// Packed rows that a tile has room for.
+int32_t most_rows(const AttentionParams& p, Kind kind) {
+  const int size_class = head_size_class(p);
+  return kind == Kind::wgmma ? rows_of(size_class) : mma_sync::rows_of(size_class);
+}
+
+// ... and those that it has: whole tokens.
 int32_t tile_rows(const AttentionParams& p, Kind kind) {
   const int32_t group = int32_t(p.num_heads / p.num_kv_heads);
-  const int size_class = head_size_class(p);
-  return (kind == Kind::wgmma ? rows_of(size_class) : mma_sync::rows_of(size_class)) / group * group;
+  return most_rows(p, kind) / group * group;
 }
 
-// A sequence may end inside a tile. Of many sequences those with few rows are the decode kernel's.
-int64_t max_row_tiles(const AttentionParams& p, Kind kind) {
+// What a launch has room for, and its scratch memory: behind the header tiles, merges and slots.
+struct Sizes {
+  int64_t blocks;  // thread blocks
+  int64_t row_tiles, tiles;  // tiles: with their parts
+  int64_t slots, slot_floats;  // slots of a kv head, floats of a slot
+  int64_t slots_at, bytes;  // where the slots begin, where they end
+};
+
+Sizes sizes_of(const AttentionParams& p, Kind kind) {
+  Sizes s{};
+  s.blocks = current_device().num_sms;
+  if (kind == Kind::mma_sync) s.blocks *= mma_sync::blocks_of_sm(head_size_class(p));
+  // A sequence may end inside a tile. Of many sequences those with few rows are the decode kernel's.
   const int64_t packed = p.num_tokens * (p.num_heads / p.num_kv_heads), with_many = packed / (kDecodeRows + 1);
   const int64_t sequences = p.num_seqs > 1 && with_many < p.num_seqs ? with_many : p.num_seqs;
-  return divide_up(packed, tile_rows(p, kind)) + sequences;
-}
-
-int64_t max_blocks(const AttentionParams& p, Kind kind) {
-  return int64_t(current_device().num_sms) * (kind == Kind::wgmma ? 1 : mma_sync::blocks_of_sm(head_size_class(p)));
-}
-
-// Slots of a kv head for parts of tiles: twice as many as there are thread blocks, and a broken one for each tile. None
-// where there are enough row tiles, or where results must not hang on the neighbours of a row.
-int64_t max_slots(const AttentionParams& p, Kind kind) {
-  const int64_t tiles = max_row_tiles(p, kind), blocks = max_blocks(p, kind);
-  return p.deterministic || tiles * p.num_kv_heads > blocks ? 0 : tiles + 2 * blocks / p.num_kv_heads;
-}
-
-int64_t slot_floats(const AttentionParams& p, Kind kind) {
-  const int size = head_size_class(p);
-  return int64_t(kind == Kind::wgmma ? rows_of(size) : mma_sync::rows_of(size)) * (2 + size);
-}
-
-// The tiles, the merges and the slots come one after the other behind the header.
-int64_t tiles_bytes(const AttentionParams& p, Kind kind) {
-  const int64_t tiles = max_row_tiles(p, kind), slots = max_slots(p, kind);
-  return divide_up((slots == 0 ? tiles : slots + tiles) * int64_t(sizeof(Tile)), 256) * 256;
+  s.row_tiles = divide_up(packed, tile_rows(p, kind)) + sequences;
+  // Parts for twice as many units as there are thread blocks, and a broken one for each tile. None where there are enough
+  // row tiles, or where results must not hang on the neighbours of a row.
+  const bool has_parts = !p.deterministic && s.row_tiles * p.num_kv_heads <= s.blocks;
+  s.slots = has_parts ? s.row_tiles + 2 * s.blocks / p.num_kv_heads : 0;
+  s.tiles = has_parts ? s.slots : s.row_tiles;
+  s.slot_floats = int64_t(most_rows(p, kind)) * (2 + head_size_class(p));
+  const int64_t listed = s.tiles + (has_parts ? s.row_tiles : 0);
+  s.slots_at = kHeaderBytes + divide_up(listed * int64_t(sizeof(Tile)), 256) * 256;
+  s.bytes = s.slots_at + 4 * s.slots * p.num_kv_heads * s.slot_floats;
+  return s;
 }
 
 bool is_hopper() {
@@ -378,20 +382,20 @@ bool fits_places(const AttentionParams& p, const Cache& c) {
 Launch launch_of(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace) {
   Launch a{};
   a.params = p;
-  a.header = static_cast<Header*>(workspace);
-  a.tiles = reinterpret_cast<Tile*>(static_cast<char*>(workspace) + kHeaderBytes);
-  const int size_class = head_size_class(p);
-  a.slots.most = int32_t(max_slots(p, kind));
-  a.slots.slot_floats = slot_floats(p, kind);
-  a.slots.rows = int32_t(a.slots.slot_floats / (2 + size_class));
-  a.slots.data = reinterpret_cast<float*>(static_cast<char*>(workspace) + kHeaderBytes + tiles_bytes(p, kind));
-  a.max_row_tiles = int32_t(max_row_tiles(p, kind));
-  a.max_tiles = a.slots.most == 0 ? a.max_row_tiles : a.slots.most;
+  char* memory = static_cast<char*>(workspace);
+  a.header = reinterpret_cast<Header*>(memory);
+  a.tiles = reinterpret_cast<Tile*>(memory + kHeaderBytes);
+  const Sizes sizes = sizes_of(p, kind);
+  a.max_row_tiles = int32_t(sizes.row_tiles);
+  a.max_tiles = int32_t(sizes.tiles);
+  a.max_blocks = int32_t(sizes.blocks);
   a.merges = a.tiles + a.max_tiles;
+  a.slots = {reinterpret_cast<float*>(memory + sizes.slots_at), sizes.slot_floats, most_rows(p, kind),
+             int32_t(sizes.slots)};
   a.group = int32_t(p.num_heads / p.num_kv_heads);
   a.tile_rows = tile_rows(p, kind);
+  const int size_class = head_size_class(p);
   a.tile_keys = kind == Kind::wgmma ? keys_of(size_class) : mma_sync::keys_of(size_class);
-  a.max_blocks = int32_t(max_blocks(p, kind));
   if (kind == Kind::wgmma) {
     a.keys = map_of(p, p.key_cache);
     a.values = map_of(p, p.value_cache);
@@ -480,9 +484,7 @@ Kind kind_for(const AttentionParams& p) {
   return fits && (p.deterministic || fills_chip(p, kind)) ? kind : Kind::none;
 }
 
-int64_t workspace_bytes(const AttentionParams& p, Kind kind) {
-  return kHeaderBytes + tiles_bytes(p, kind) + 4 * max_slots(p, kind) * p.num_kv_heads * slot_floats(p, kind);
-}
+int64_t workspace_bytes(const AttentionParams& p, Kind kind) { return sizes_of(p, kind).bytes; }
 
 void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace,
             cudaStream_t stream, const std::function<void()>& beside) {
@@ -494,8 +496,7 @@ void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outsi
   run(a, size_class, stream);
   beside();
   if (a.slots.most == 0) return;
-  const auto add_up = size_class == 64 ? launch_merge<64> : size_class == 128 ? launch_merge<128> : launch_merge<256>;
-  add_up(a, stream);
+  dispatch_class(size_class, [&](auto size) { launch_merge<decltype(size)::value>(a, stream); });
 }
 
 }  // namespace paged_kv::cuda::prefill

@@ -94,19 +94,24 @@ void launch_blocks(const Launch& launch, int threads, int64_t shared_bytes, cuda
                            shared_bytes, launch, stream, "paged_attention");
 }
 
+// Calls function(head size class) with it as a constant.
+template <class Function>
+void dispatch_class(int head_size_class, Function&& function) {
+  switch (head_size_class) {
+    case 64: return function(std::integral_constant<int, 64>{});
+    case 128: return function(std::integral_constant<int, 128>{});
+    case 256: return function(std::integral_constant<int, 256>{});
+    default: throw std::logic_error("no prefill kernel has head size " + std::to_string(head_size_class));
+  }
+}
+
 // Calls function(head size class, has softcap) with the two as constants.
 template <class Function>
 void dispatch_instance(const Launch& launch, int head_size_class, Function&& function) {
-  const auto choose = [&](auto size) {
+  dispatch_class(head_size_class, [&](auto size) {
     if (launch.params.softcap > 0.0f) return function(size, std::true_type{});
     function(size, std::false_type{});
-  };
-  switch (head_size_class) {
-    case 64: return choose(std::integral_constant<int, 64>{});
-    case 128: return choose(std::integral_constant<int, 128>{});
-    case 256: return choose(std::integral_constant<int, 256>{});
-    default: throw std::logic_error("no prefill kernel has head size " + std::to_string(head_size_class));
-  }
+  });
 }
 
 }  // namespace paged_kv::cuda::prefill

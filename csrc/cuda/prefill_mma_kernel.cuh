@@ -16,6 +16,7 @@ using mma::copy_async;
 using mma::Fragment;
 using mma::has_slot_scales;
 using mma::shared_address;
+using mma::static_scale;
 using mma::swizzled;
 
 template <int kHeadSize, bool kEightBit>
@@ -89,10 +90,10 @@ class Worker {
     float value_scale = 1.0f;
     if constexpr (kEightBit) {
       const Cache &keys = a_.params.key_cache, &values = a_.params.value_cache;
-      const float key_scale = has_slot_scales(keys) ? 1.0f : scale_at(keys.scale, 0, 0, item.kv_head);
+      const float key_scale = static_scale(keys, item.kv_head);
       scales_by_key_ = has_slot_scales(keys) || !(key_scale > 0.0f);  // a base follows the largest of raw scores
       if (!scales_by_key_) scale_ *= key_scale;
-      if (!has_slot_scales(values)) value_scale = scale_at(values.scale, 0, 0, item.kv_head);
+      value_scale = static_scale(values, item.kv_head);
     }
     keep(look_up(item, number), slot);
     copy_queries(item);
@@ -194,11 +195,11 @@ class Worker {
 
   template <class Format>
   __device__ void expand(int slot) const {
-    expand_rows<Format, false>(keys_ + 2 * S::kTileBytes, keys_, nullptr);
+    expand_rows<Format, false>(copied_keys(), keys_, nullptr);
     if (has_slot_scales(a_.params.value_cache))
-      expand_rows<Format, true>(keys_ + 2 * S::kTileBytes + S::kRawBytes, values_, places_.value_scales[slot]);
+      expand_rows<Format, true>(copied_values(), values_, places_.value_scales[slot]);
     else
-      expand_rows<Format, false>(keys_ + 2 * S::kTileBytes + S::kRawBytes, values_, nullptr);
+      expand_rows<Format, false>(copied_values(), values_, nullptr);
   }
 
   // The chunks that this thread copied, as operands.
@@ -290,14 +291,17 @@ class Worker {
     }
   }
 
+  // Where tiles are copied to, as they are stored.
+  __device__ uint32_t copied_keys() const { return kEightBit ? keys_ + 2 * S::kTileBytes : keys_; }
+  __device__ uint32_t copied_values() const { return kEightBit ? copied_keys() + S::kRawBytes : values_; }
+
   __device__ void copy_keys(int slot) const {
-    copy_tile(a_.params.key_cache, a_.key_places.unit_bytes, kEightBit ? keys_ + 2 * S::kTileBytes : keys_,
-              places_.keys[slot], all_there(slot));
+    copy_tile(a_.params.key_cache, a_.key_places.unit_bytes, copied_keys(), places_.keys[slot], all_there(slot));
   }
 
   __device__ void copy_values(int slot) const {
-    copy_tile(a_.params.value_cache, a_.value_places.unit_bytes,
-              kEightBit ? keys_ + 2 * S::kTileBytes + S::kRawBytes : values_, places_.values[slot], all_there(slot));
+    copy_tile(a_.params.value_cache, a_.value_places.unit_bytes, copied_values(), places_.values[slot],
+              all_there(slot));
   }
 
   // A tile of keys or values, zeros where no row sees a key: what lies there must not meet even a weight of zero.
