@@ -96,6 +96,7 @@ def test_info_says_which_kernel_attends_to_what(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     lines = information(monkeypatch, capsys, cuda="13.0", archs=archs)
     assert lines["prompts"].startswith(prompts)
+    assert lines["prompts"].endswith("; caches that tensor cores decode, without mask and ALiBi, the others as decode")
     assert ("e4m3 needs sm_89" in lines["decode"]) == (capability == (8, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "prompts" not in information(monkeypatch, capsys, cuda="13.0", archs=archs)

@@ -74,7 +74,7 @@ def _cuda_attention(facts: dict[str, Any]) -> dict[str, str]:
     caches = "8-bit ones too" if capability >= (8, 9) else "float8_e5m2 and int8 too (e4m3 needs sm_89)"
     return {
         "decode": f"tensor cores, caches of 16 bits, {caches}; a general kernel for float32, masks and odd head sizes",
-        "prompts": f"{prompts}; caches of 16 bits without mask and ALiBi, the others as decode",
+        "prompts": f"{prompts}; caches that tensor cores decode, without mask and ALiBi, the others as decode",
     }
 
 

@@ -1,6 +1,7 @@
 // Chooses among the instances of the tensor-core kernel of one element type.
 #pragma once
 
+#include "attention_host.h"
 #include "attention_launch.h"
 #include "attention_mma.cuh"
 
@@ -12,16 +13,6 @@ void launch_instance(const AttentionLaunch& launch, const AttentionPlan& plan, c
   const int64_t shared_bytes = plan.warps * int64_t(S::kStages) * S::kStageBytes + S::kQueryBytes;
   launch_kernel<attention<Format, kHeadSize, kTiles, kDeterministic>>(Order::beside_predecessor, plan.grid,
                                                                       plan.warps * kWarp, shared_bytes, launch, stream);
-}
-
-template <class Function>
-void dispatch_head_size(int head_size_class, Function&& function) {
-  switch (head_size_class) {
-    case 64: return function(std::integral_constant<int, 64>{});
-    case 128: return function(std::integral_constant<int, 128>{});
-    case 256: return function(std::integral_constant<int, 256>{});
-    default: throw std::logic_error("no attention kernel has head size " + std::to_string(head_size_class));
-  }
 }
 
 [[noreturn]] inline void fail_rows(int rows) {

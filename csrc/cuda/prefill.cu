@@ -496,7 +496,7 @@ void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outsi
   run(a, size_class, stream);
   beside();
   if (a.slots.most == 0) return;
-  dispatch_class(size_class, [&](auto size) { launch_merge<decltype(size)::value>(a, stream); });
+  dispatch_head_size(size_class, [&](auto size) { launch_merge<decltype(size)::value>(a, stream); });
 }
 
 }  // namespace paged_kv::cuda::prefill

@@ -3,10 +3,9 @@
 
 #include <cuda.h>
 
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
+#include "attention_host.h"
 #include "divisor.cuh"
 #include "launch.h"
 
@@ -94,21 +93,10 @@ void launch_blocks(const Launch& launch, int threads, int64_t shared_bytes, cuda
                            shared_bytes, launch, stream, "paged_attention");
 }
 
-// Calls function(head size class) with it as a constant.
-template <class Function>
-void dispatch_class(int head_size_class, Function&& function) {
-  switch (head_size_class) {
-    case 64: return function(std::integral_constant<int, 64>{});
-    case 128: return function(std::integral_constant<int, 128>{});
-    case 256: return function(std::integral_constant<int, 256>{});
-    default: throw std::logic_error("no prefill kernel has head size " + std::to_string(head_size_class));
-  }
-}
-
 // Calls function(head size class, has softcap) with the two as constants.
 template <class Function>
 void dispatch_instance(const Launch& launch, int head_size_class, Function&& function) {
-  dispatch_class(head_size_class, [&](auto size) {
+  dispatch_head_size(head_size_class, [&](auto size) {
     if (launch.params.softcap > 0.0f) return function(size, std::true_type{});
     function(size, std::false_type{});
   });
