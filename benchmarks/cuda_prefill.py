@@ -40,8 +40,17 @@ EIGHT_BIT_SHAPES: list[tuple[tuple[int, int, int], int, int, int, float | None]]
     ((32, 8, 128), 4, 4096, 8192, None),
     ((32, 8, 128), 1, 64, 4096, None),
 ]
-MIXED = ([2048] + [1] * 63, [2048] + [4096] * 63)  # spans, lengths
-MIXED_TARGET_US = 300.0
+# Prefills beside decodes: batch, new tokens and keys of a prefill, batch and keys of the decodes, target in us.
+MIXES: list[tuple[int, int, int, int, int, float | None]] = [
+    (1, 2048, 2048, 63, 4096, 300.0),
+    (1, 2048, 2048, 63, 1024, None),
+    (1, 8192, 8192, 63, 4096, None),
+    (4, 2048, 2048, 28, 8192, None),
+    (1, 512, 512, 63, 4096, None),
+    (1, 512, 8192, 63, 4096, None),
+    (4, 256, 4352, 60, 4096, None),
+    (8, 512, 512, 200, 512, None),
+]
 
 
 def check(pool: Pool, heads: int) -> float:
@@ -76,7 +85,7 @@ def run(matmul_ceiling: float) -> list[dict[str, Any]]:
     for dtype in (torch.float8_e4m3fn, torch.int8):
         name = f"paged_attention, {str(dtype).removeprefix('torch.')}"
         rows += run_shapes(name, EIGHT_BIT_SHAPES, BLOCK_SIZE, matmul_ceiling, dtype)
-    return [*rows, run_mixed()]
+    return rows + run_mixes()
 
 
 def run_shapes(
@@ -114,23 +123,27 @@ def run_shapes(
     return rows
 
 
-def run_mixed() -> dict[str, Any]:
-    """One prefill of 2,048 tokens and 63 decodes over 4,096 keys in one call."""
-    spans, lens = MIXED
-    pool = Pool.random(4 << 30, 8, 128, BLOCK_SIZE, torch.bfloat16)
-    query, cu, seq_lens = batch_tensors(spans, lens, 32, 128)
-    calls = [
-        lambda table=table: attention(pool, query, table, seq_lens, cu, max(spans))
-        for table in tables(pool, len(spans), max(lens))
-    ]
-    return {
-        "op": "paged_attention",
-        "heads": "32/8",
-        "head_size": 128,
-        "batch": "1 prefill + 63 decodes",
-        "new": "2048, 1",
-        "prior": "0, 4095",
-        "us": gpu_time(calls) * 1e6,
-        "target": f"{MIXED_TARGET_US:.0f} us",
-        "error": check(pool, 32),
-    }
+def run_mixes() -> list[dict[str, Any]]:
+    """Prefills and decodes in one call."""
+    pool, rows = Pool.random(4 << 30, 8, 128, BLOCK_SIZE, torch.bfloat16), []
+    for prefills, new, keys, decodes, context, target in MIXES:
+        spans, lens = [new] * prefills + [1] * decodes, [keys] * prefills + [context] * decodes
+        query, cu, seq_lens = batch_tensors(spans, lens, 32, 128)
+        calls = [
+            lambda table=table: attention(pool, query, table, seq_lens, cu, new)  # noqa: B023
+            for table in tables(pool, len(spans), max(lens))
+        ]
+        rows.append(
+            {
+                "op": "paged_attention",
+                "heads": "32/8",
+                "head_size": 128,
+                "batch": f"{prefills} + {decodes} decodes",
+                "new": f"{new}, 1",
+                "prior": f"{keys - new}, {context - 1}",
+                "us": gpu_time(calls) * 1e6,
+                "target": f"{target:.0f} us" if target else None,
+                "error": check(pool, 32),
+            }
+        )
+    return rows

@@ -237,12 +237,28 @@ def test_few_rows_replayed_with_other_lengths(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("decodes", [8, 64, 300] if VALUES_COUNT else [8])
+@pytest.mark.parametrize("heads", [(8, 2), (32, 2), (32, 1)])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_beside_many_decodes(decodes: int, block_size: int) -> None:
+def test_beside_many_decodes(decodes: int, heads: tuple[int, int], deterministic: bool, block_size: int) -> None:
     """Some thread blocks make room for the decodes, the fewer are left the more keys those read; all work gets done."""
     lens = [1000, *[1500] * decodes, 900] if VALUES_COUNT else [300, *[200] * decodes, 300]
-    spans = [lens[0], *[1] * decodes, 90]
-    attention_case(spans, lens, num_heads=8, block_size=block_size, dtype=torch.bfloat16, device="cuda").check()
+    options: dict[str, Any] = {"num_heads": heads[0], "num_kv_heads": heads[1], "deterministic": deterministic}
+    case = attention_case(
+        [lens[0], *[1] * decodes, 90], lens, block_size=block_size, dtype=torch.bfloat16, device="cuda", **options
+    )
+    case.check()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_short_rows_without_keys(deterministic: bool, block_size: int) -> None:
+    """Beside a prompt nothing is left to read, but zeros are to be written."""
+    options: dict[str, Any] = {"num_heads": 8, "deterministic": deterministic, "block_size": block_size}
+    case = attention_case([200, 1, 3], [200, 0, 0], dtype=torch.bfloat16, device="cuda", **options)
+    out, lse = case.check()
+    assert not out[200:].any()
+    assert (lse[200:] == float("-inf")).all()
 
 
 @pytest.mark.parametrize("lens", [[150, 131], [0, 131], [200, 0]])

@@ -14,7 +14,7 @@ struct AttentionPlan {
   prefill::Kind prefill;  // who takes the long sequences
   int head_size_class;   // 64, 128 or 256, of the tensor-core kernel
   int rows;              // of an item
-  int grid;
+  int grid, resident;    // thread blocks, and those that run at once
   int warps;             // of a thread block
   int64_t num_slots;
   Workspace workspace;   // pointers are set when the memory is known

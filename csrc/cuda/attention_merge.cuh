@@ -105,6 +105,7 @@ __device__ __noinline__ inline void zero_tokens(const AttentionLaunch& a, KeyRan
 }
 
 __device__ inline void zero_outside(const AttentionLaunch& a, KeyRange owned) {
+  if (a.has_decodes) return;  // the prefill kernel does
   if (owned.begin > 0 || owned.end < a.num_tokens) zero_tokens(a, owned);
 }
 

@@ -495,7 +495,13 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
   const uint32_t own_address = kept(shared_address(own));
 
   let_dependents_start();
-  if (!a.beside_prefill) wait_for_predecessor();
+  const bool is_last = blockIdx.x == gridDim.x - 1;
+  if (a.has_decodes) {
+    // Deterministic mode goes on: a block notes how many pieces there are.
+    if (!kDeterministic && !is_last && !__ldcg(a.has_decodes)) return;
+  } else {
+    wait_for_predecessor();
+  }
   prefetch_table(a);
   const typename Tiles::Planned schedule(a, shared.schedule);
   Tiles loader(a, schedule);
@@ -551,7 +557,8 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
     }
   }
   zero_outside(a, schedule.owned_tokens());
-  if (a.beside_prefill) wait_for_predecessor();  // who waits for this launch waits for that one too
+  // Who waits for this launch waits for the prefill kernel too, as one block does; the others leave their places.
+  if (a.has_decodes && is_last) wait_for_predecessor();
 }
 
 }  // namespace paged_kv::cuda::mma

@@ -67,10 +67,13 @@ struct AttentionLaunch {
   Divisor table_lines;  // of a row, that are brought near while the lengths are on their way
   int32_t window_left, window_right;  // clipped to 2^30
   int32_t grid, warps;  // of the attention launch: thread blocks, and warps of one
+  int32_t resident, least_share;  // blocks that run at once; steps of a part at least, if there are more than those
   int32_t max_rows;  // of an item, if max_seqlen_q is the bound it should be
   int32_t row_limit;  // sequences of more packed rows are another launch's
   bool causal, deterministic;
-  bool beside_prefill;  // the launch before is the prefill kernel's of the same call: nothing here depends on it
+  // Beside prefills, else null: is there anything to do? The launch before is the prefill kernel's of the same call, and
+  // nothing else here depends on it.
+  const int32_t* has_decodes;
   NarrowCache key_cache, value_cache;  // tensor-core kernel
   const void* query;
   uint32_t query_token_stride, query_head_stride;  // tensor-core kernel
@@ -142,8 +145,11 @@ class Schedule {
       return;
     }
     share_ = a.per_grid.divide(total_);
-    if (share_ < a.warps) {  // a step for each warp
-      size_ = min(size_, (total_ + a.warps - 1) / a.warps);
+    if (share_ < a.least_share) {
+      const auto blocks_of = [&](int32_t share) { return (total_ + share - 1) / share; };
+      int32_t blocks = blocks_of(a.warps);  // a step for each warp
+      if (a.resident < a.grid) blocks = max(min(blocks, a.resident), blocks_of(a.least_share));
+      size_ = min(size_, blocks);
       share_ = size_ > 0 ? uint32_t(total_) / uint32_t(size_) : 0;
     }
     larger_ = total_ - share_ * size_;

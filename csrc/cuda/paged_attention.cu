@@ -1,5 +1,7 @@
 // paged_attention, host side: which kernel, how large a grid, where its partial results lie. The kernels find out on
 // the device who does what (attention_schedule.cuh). docs/kernels/decode.md.
+#include <algorithm>
+
 #include "attention_general.cuh"
 #include "attention_host.h"
 #include "attention_launch.h"
@@ -69,6 +71,15 @@ int mma_warps(int head_size_class, int blocks, int64_t shared_bytes) {
   const int64_t warp_bytes = mma_warp_bytes(head_size_class, blocks);
   const int64_t fit = (shared_bytes - kFixedSharedBytes) / warp_bytes;
   return int(fit < 1 ? 1 : fit < most ? fit : most);
+}
+
+// Beside the Hopper kernel, whose blocks leave when they are done, decodes are dealt out in more parts than run at once,
+// of so many tiles at least. The merging launch has room for the borders of so many.
+constexpr int kLeastTilesBesidePrefill = 64;
+
+int waves_beside_prefill(int rows, int blocks_of_sm) {
+  constexpr int kWaves = 4;
+  return std::clamp(kMaxTasks / (rows * blocks_of_sm), 1, kWaves);
 }
 
 // Most pieces that deterministic mode can make, for any lengths.
@@ -159,7 +170,8 @@ AttentionPlan plan_attention(const AttentionParams& params) {
   plan.rows =
       plan.tensor_cores ? rows_for(params, plan.head_size_class, plan.prefill != prefill::Kind::none) : general::kRows;
   const int blocks = plan.tensor_cores ? mma_blocks_of_sm(int(size_of(params.key_cache.dtype)), plan.rows) : 3;
-  plan.grid = device.num_sms * blocks;
+  plan.resident = device.num_sms * blocks;
+  plan.grid = plan.resident * (plan.prefill == prefill::Kind::wgmma ? waves_beside_prefill(plan.rows, blocks) : 1);
   plan.warps = plan.tensor_cores ? mma_warps(plan.head_size_class, blocks, device.shared_bytes) : general::kWarps;
   Workspace& w = plan.workspace;
   w.row_stride = int32_t(round_up(params.value_cache.head_size, 4));
@@ -197,6 +209,9 @@ AttentionLaunch launch_of(const AttentionParams& p, const AttentionPlan& plan) {
   a.per_grid = divisor_of(plan.grid);
   a.table_lines = divisor_of(table_lines(p, plan));
   a.warps = plan.warps;
+  a.resident = plan.resident;
+  const bool has_waves = plan.grid > plan.resident;
+  a.least_share = std::max(plan.warps, has_waves ? kLeastTilesBesidePrefill >> a.log2_line_tiles : 0);
   const int64_t rows = p.max_seqlen_q * (p.num_heads / p.num_kv_heads);
   a.max_rows = int32_t(rows < 1 ? 1 : rows < plan.rows ? rows : plan.rows);
   a.causal = p.causal;
@@ -231,9 +246,9 @@ void paged_attention(AttentionParams params, const Allocate& allocate, cudaStrea
   // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
   const bool alone = params.num_seqs == 1 && !params.deterministic;
   launch.row_limit = alone ? 0 : prefill::kDecodeRows;
-  launch.beside_prefill = true;
   void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
-  prefill::launch(params, plan.prefill, launch.row_limit, alone, memory, stream, [&] {
+  prefill::launch(params, plan.prefill, launch.row_limit, memory, stream, [&](const int32_t* has_decodes) {
+    launch.has_decodes = has_decodes;
     if (!alone) launch_decode(launch, plan, stream);
   });
 }

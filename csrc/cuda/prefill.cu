@@ -60,12 +60,12 @@ __device__ int32_t steps_of_keys(const Launch& a, int32_t begin, int32_t end) {
 
 // Steps of a part's keys, for `row_tiles` tiles of `steps` steps in all: a number of parts for a tile of average length
 // is chosen by the time that the rounds of the thread blocks take. Called by a warp; each lane looks at a number.
-__device__ int32_t steps_of_part(const Launch& a, int32_t row_tiles, uint64_t steps) {
+__device__ int32_t steps_of_part(const Launch& a, int32_t row_tiles, float steps) {
   // In times of a key: of a unit's begin and end, of storing a part, of the merging launch. docs/kernels/prefill.md
   constexpr float kUnitCost = 240.0f, kPartCost = 80.0f, kMergeCost = 300.0f;
   if (row_tiles == 0 || row_tiles > a.max_row_tiles || a.slots.most == 0) return INT32_MAX;
   const int32_t parts = int32_t(threadIdx.x % kWarp) + 1;
-  const float length = ceilf(float(steps) / float(row_tiles * parts)) * float(a.tile_keys);
+  const float length = ceilf(steps / float(row_tiles * parts)) * float(a.tile_keys);
   const float units = float(row_tiles * parts) * float(a.params.num_kv_heads);
   const float rounds = ceilf(units / float(a.max_blocks));
   float cost = rounds * (length + kUnitCost);
@@ -73,7 +73,7 @@ __device__ int32_t steps_of_part(const Launch& a, int32_t row_tiles, uint64_t st
   if (parts > 1 && row_tiles * parts > a.slots.most - a.max_row_tiles) cost = INFINITY;
   const float least = -warp_max(-cost);
   const int best = __ffs(int(__ballot_sync(kFullMask, cost == least)));
-  return best == 1 ? INT32_MAX : int32_t(min((steps - 1) / uint64_t(row_tiles * best) + 1, uint64_t(INT32_MAX)));
+  return best == 1 ? INT32_MAX : int32_t(ceilf(steps / float(row_tiles * best)));
 }
 
 __device__ int32_t parts_of(const Launch& a, const Tile& t, int32_t part_steps) {
@@ -92,12 +92,20 @@ __device__ Tile part_of(const Launch& a, Tile t, int32_t part, int32_t num_parts
   return t;
 }
 
-// Thread blocks that shall work. Beside decodes not all: tensor cores and memory then work at the same time, on different
-// SMs. `work`: cost of the tiles of one head, `decoded`: keys that the decode kernel reads of it.
-__device__ int32_t blocks_for(const Launch& a, float work, float decoded) {
-  constexpr float kStepCost = 300.0f;  // time of a step on one SM, in times that memory takes to read a key
-  const float blocks = ceilf(kStepCost * work / decoded);
-  return blocks < float(a.max_blocks) ? int32_t(fmaxf(blocks, 1.0f)) : a.max_blocks;
+// Thread blocks that shall work. Beside decodes perhaps not all: tensor cores and memory then work at the same time, on
+// different SMs. `units` of `cost` each; the decode kernel reads `decoded` keys. Called by a warp; each lane looks at a
+// number of blocks, and the least time until all is done decides.
+__device__ int32_t blocks_for(const Launch& a, float units, float cost, float decoded) {
+  // Time of a packed row and a key on one SM, in times that memory takes to read a key. A tenth more than measured, as
+  // prefills that end late cost more than SMs that they do not need. docs/kernels/prefill.md
+  constexpr float kRowCost = 1.0f;
+  if (decoded == 0.0f) return a.max_blocks;
+  const int32_t blocks = max((int32_t(threadIdx.x % kWarp) + 1) * a.max_blocks / kWarp, 1);
+  const float share = float(blocks) / float(a.max_blocks), speed = 1.0f - share * share;  // of the decodes meanwhile
+  const float prefills = ceilf(units / float(blocks)) * cost * kRowCost * float(a.tile_rows);
+  const float time = prefills + fmaxf(decoded - speed * prefills, 0.0f);
+  const int fewest = __ffs(int(__ballot_sync(kFullMask, time == -warp_max(-time)))) - 1;
+  return __shfl_sync(kFullMask, blocks, fewest);
 }
 
 // Kv heads whose keys and values, of all our sequences, lie near together: their units come before those of other heads.
@@ -144,52 +152,82 @@ __device__ int32_t sum_before(int32_t value, int32_t (&sums)[kScheduleWarps]) {
   return before;
 }
 
+// What there is to do, of one head.
+struct Batch {
+  int32_t most_keys, row_tiles;
+  float steps;  // of all row tiles
+  float keys_read, decoded;  // keys of the long sequences, keys that the decode kernel reads
+};
+
+// This thread's sequences of it.
+__device__ Batch own_sequences(const Launch& a) {
+  Batch b{};
+  for (int32_t sequence = threadIdx.x; sequence < a.params.num_seqs; sequence += kScheduleThreads) {
+    const Spans s = spans_of(a, sequence);
+    b.most_keys = max(b.most_keys, s.seq_len);
+    if (s.row_tiles == 0) {
+      if (s.q_len > 0) b.decoded += float(max(most_keys_of(a, s), 1));  // without keys zeros are written
+      continue;
+    }
+    b.keys_read += float(s.seq_len);
+    b.row_tiles += s.row_tiles;
+    const int32_t steps = steps_of_keys(a, 0, most_keys_of(a, s)) + 1;  // + 1: a window begins anywhere
+    b.steps += float(s.row_tiles) * float(steps);
+  }
+  return b;
+}
+
+// Of all sequences. Called by all threads.
+__device__ Batch whole_batch(const Launch& a, Batch (&batches)[kScheduleWarps]) {
+  static_assert(kScheduleWarps == kWarp);
+  const auto join = [](const Batch& b) {
+    return Batch{__reduce_max_sync(kFullMask, b.most_keys), __reduce_add_sync(kFullMask, b.row_tiles),
+                 warp_sum(b.steps), warp_sum(b.keys_read), warp_sum(b.decoded)};
+  };
+  const Batch own = join(own_sequences(a));
+  if (threadIdx.x % kWarp == 0) batches[threadIdx.x / kWarp] = own;
+  __syncthreads();
+  return join(batches[threadIdx.x % kWarp]);
+}
+
 // Lists the row tiles or their parts, those with most keys first (a counting sort), and resets the counter that deals
 // them out.
 __global__ void __launch_bounds__(kScheduleThreads) schedule(const __grid_constant__ Launch a) {
-  __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], most_keys, row_tiles, part_steps, num_merges, num_slots;
-  __shared__ float work, decoded, keys_read;
-  __shared__ unsigned long long steps;
-  let_dependents_start();
+  __shared__ Batch batches[kScheduleWarps];
+  __shared__ int32_t positions[kBuckets], sums[kScheduleWarps], num_merges, num_slots;
+  __shared__ float work;
+  wait_for_predecessor();
+  let_dependents_start();  // not before: some wait for this launch alone
   positions[threadIdx.x] = 0;
-  if (threadIdx.x == 0)
-    most_keys = row_tiles = num_merges = num_slots = 0, work = decoded = keys_read = 0.0f, steps = 0;
-  __syncthreads();
-  for (int32_t sequence = threadIdx.x; sequence < a.params.num_seqs; sequence += kScheduleThreads) {
-    const Spans s = spans_of(a, sequence);
-    atomicMax(&most_keys, s.seq_len);
-    if (s.row_tiles == 0) {
-      if (s.q_len > 0) atomicAdd(&decoded, float(most_keys_of(a, s)));
-      continue;
-    }
-    atomicAdd(&keys_read, float(s.seq_len));
-    atomicAdd(&row_tiles, s.row_tiles);
-    atomicAdd(&steps,
-              uint64_t(s.row_tiles) * (steps_of_keys(a, 0, most_keys_of(a, s)) + 1));  // + 1: a window begins anywhere
-  }
-  __syncthreads();
-  if (threadIdx.x < kWarp) {
-    const int32_t found = steps_of_part(a, row_tiles, steps);
-    if (threadIdx.x == 0) part_steps = found;
-  }
-  __syncthreads();
+  if (threadIdx.x == 0) num_merges = num_slots = 0, work = 0.0f;
+  const Batch batch = whole_batch(a, batches);
+  const int32_t part_steps = steps_of_part(a, batch.row_tiles, batch.steps);
   int shift = 0;
-  while (most_keys >> shift >= kBuckets) ++shift;
+  while (batch.most_keys >> shift >= kBuckets) ++shift;
   const auto bucket = [shift](const Tile& t) { return kBuckets - 1 - (max(t.keys_end - t.keys_begin, 0) >> shift); };
+  float own_work = 0.0f;
   for_each_tile(a, part_steps, [&](const Tile& whole, int32_t part, int32_t num_parts) {
     if (part >= num_parts) return;
     const Tile t = part_of(a, whole, part, num_parts);
     atomicAdd(&positions[bucket(t)], 1);
-    atomicAdd(&work, cost_of(t));
+    own_work += cost_of(t);
   });
+  own_work = warp_sum(own_work);  // hundreds of atomic additions to one number would wait in line
+  if (threadIdx.x % kWarp == 0 && own_work > 0.0f) atomicAdd(&work, own_work);
   __syncthreads();
   const int32_t count = positions[threadIdx.x], before = sum_before(count, sums);
   positions[threadIdx.x] = before;
-  if (threadIdx.x == kBuckets - 1) {
-    a.header->num_tiles = min(before + count, a.max_tiles);
-    a.header->next_unit = 0;
-    a.header->num_blocks = blocks_for(a, work, decoded);
-    a.header->section = section_for(a, keys_read);
+  if (threadIdx.x / kWarp == kScheduleWarps - 1) {
+    const int32_t tiles = __shfl_sync(kFullMask, before + count, kWarp - 1);
+    const float heads = float(a.params.num_kv_heads);
+    const int32_t blocks = blocks_for(a, float(tiles) * heads, work / float(max(tiles, 1)), batch.decoded * heads);
+    if (threadIdx.x % kWarp == 0) {
+      a.header->num_tiles = min(tiles, a.max_tiles);
+      a.header->next_unit = 0;
+      a.header->num_blocks = blocks;
+      a.header->section = section_for(a, batch.keys_read);
+      a.header->has_decodes = batch.decoded > 0.0f;
+    }
   }
   __syncthreads();
   for_each_tile(a, part_steps, [&](const Tile& whole, int32_t part, int32_t num_parts) {
@@ -379,7 +417,7 @@ bool fits_places(const AttentionParams& p, const Cache& c) {
   return bytes * most / unit < double(UINT32_MAX);
 }
 
-Launch launch_of(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace) {
+Launch launch_of(const AttentionParams& p, Kind kind, int32_t decode_rows, void* workspace) {
   Launch a{};
   a.params = p;
   char* memory = static_cast<char*>(workspace);
@@ -409,7 +447,6 @@ Launch launch_of(const AttentionParams& p, Kind kind, int32_t decode_rows, bool 
   a.window_left = clip_window(p.window_left);
   a.window_right = clip_window(p.window_right);
   a.block_size = divisor_of(p.block_size);
-  a.outside = outside;
   return a;
 }
 
@@ -486,15 +523,15 @@ Kind kind_for(const AttentionParams& p) {
 
 int64_t workspace_bytes(const AttentionParams& p, Kind kind) { return sizes_of(p, kind).bytes; }
 
-void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, bool outside, void* workspace,
-            cudaStream_t stream, const std::function<void()>& beside) {
-  const Launch a = launch_of(p, kind, decode_rows, outside, workspace);
-  schedule<<<1, kScheduleThreads, 0, stream>>>(a);
-  check_launch("paged_attention");
+void launch(const AttentionParams& p, Kind kind, int32_t decode_rows, void* workspace, cudaStream_t stream,
+            const std::function<void(const int32_t*)>& beside) {
+  const Launch a = launch_of(p, kind, decode_rows, workspace);
+  launch_in_order<schedule>(Order::beside_predecessor, dim3(1), dim3(kScheduleThreads), 0, a, stream,
+                            "paged_attention");
   const auto run = attention_for(p, kind);
   const int size_class = head_size_class(p);
   run(a, size_class, stream);
-  beside();
+  beside(&a.header->has_decodes);
   if (a.slots.most == 0) return;
   dispatch_head_size(size_class, [&](auto size) { launch_merge<decltype(size)::value>(a, stream); });
 }

@@ -21,9 +21,10 @@ Kind kind_for(const AttentionParams& params);
 // Bytes of scratch memory, 256-byte aligned, that launch() needs.
 int64_t workspace_bytes(const AttentionParams& params, Kind kind);
 
-// Serves the sequences of more than `decode_rows` packed rows. `outside`: gives zeros to tokens of no sequence. `beside`
-// launches what serves the others; it comes up beside this kernel, before anything is merged.
-void launch(const AttentionParams& params, Kind kind, int32_t decode_rows, bool outside, void* workspace,
-            cudaStream_t stream, const std::function<void()>& beside);
+// Serves the sequences of more than `decode_rows` packed rows, and gives zeros to tokens of no sequence. `beside` launches
+// what serves the others, and comes up beside this kernel, before anything is merged. That launch can read at the address
+// given whether there are any.
+void launch(const AttentionParams& params, Kind kind, int32_t decode_rows, void* workspace, cudaStream_t stream,
+            const std::function<void(const int32_t*)>& beside);
 
 }  // namespace paged_kv::cuda::prefill

@@ -136,6 +136,7 @@ __device__ void feed_keys(const Launch& a, Control<kHeadSize>& control, Barriers
   using S = Shape<kHeadSize>;
   const int lane = threadIdx.x % kWarp;
   wait_for_predecessor();
+  let_dependents_start();  // not before: they read what the schedule says
   const bool works = int32_t(blockIdx.x) < a.header->num_blocks;
   const Units units = units_of(a, works);
   int32_t unit = works ? __shfl_sync(kFullMask, take_unit(a), 0) : 0, word = read_item(a, units, unit);
@@ -502,7 +503,6 @@ __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, 1) attention(const
   __shared__ Control<kHeadSize> control;
   const uint32_t queries = (shared_address(memory) + 1023) / 1024 * 1024;
   const uint32_t keys = queries + S::kQueryStages * S::kQueryBytes, values = keys + S::kStages * S::kTileBytes;
-  let_dependents_start();
   Barriers<kHeadSize> barriers;
   asm volatile("mov.u32 %0, %1;" : "=r"(barriers.base) : "r"(shared_address(&control)));  // once: it is no constant
   set_up<kHeadSize>(a, barriers);
@@ -515,7 +515,7 @@ __global__ void __launch_bounds__(Shape<kHeadSize>::kThreads, 1) attention(const
       feed_values<kHeadSize>(a, control, barriers, values);
     } else if (warp == 2) {
       if (threadIdx.x % kWarp == 0) feed_queries<kHeadSize>(a, control, barriers, queries);
-    } else if (a.outside) {
+    } else {
       zero_outside_spans(a);
     }
   } else {

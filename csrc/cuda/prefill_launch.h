@@ -29,6 +29,7 @@ struct Header {
   int32_t num_blocks;  // of the Hopper kernel, thread blocks that take units; others make room for the decode kernel
   int32_t section;  // kv heads whose units come before those of the next heads
   int32_t num_merges;  // row tiles whose keys are shared by parts
+  int32_t has_decodes;  // whether there are sequences for the decode kernel
 };
 
 inline constexpr int64_t kHeaderBytes = 256;
@@ -60,7 +61,6 @@ struct Launch {
   int32_t tile_rows, tile_keys;  // rows: whole tokens, a multiple of the group
   int32_t capacity;  // tokens of a row of the table
   int32_t window_left, window_right;  // clipped to 2^30
-  bool outside;
 };
 
 // Packed rows of a tile, and keys of one step of it, by the class of head sizes: 64, 128 or 256. What registers hold.

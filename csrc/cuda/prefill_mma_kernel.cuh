@@ -414,9 +414,9 @@ __global__ void __launch_bounds__(Shape<kHeadSize, kEightBit>::kThreads, Shape<k
   extern __shared__ __align__(1024) char memory[];  // queries, a tile of keys, one of values, both as they are stored
   __shared__ Places<S::kKeys, kEightBit> places;
   __shared__ Item item;
-  let_dependents_start();
   wait_for_predecessor();
-  if (a.outside && threadIdx.x / kWarp == 0) zero_outside_spans(a);
+  let_dependents_start();  // not before: they read what the schedule says
+  if (threadIdx.x / kWarp == 0) zero_outside_spans(a);
   const Units units = units_of(a, true);
   Worker<T, kHeadSize, kSoftcap, kEightBit> worker(a, places, shared_address(memory));
 #pragma unroll 1
