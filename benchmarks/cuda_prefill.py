@@ -125,7 +125,8 @@ def run_shapes(
 
 def run_mixes() -> list[dict[str, Any]]:
     """Prefills and decodes in one call."""
-    pool, rows = Pool.random(4 << 30, 8, 128, BLOCK_SIZE, torch.bfloat16), []
+    pool = Pool.random(4 << 30, 8, 128, BLOCK_SIZE, torch.bfloat16)
+    rows: list[dict[str, Any]] = []
     for prefills, new, keys, decodes, context, target in MIXES:
         spans, lens = [new] * prefills + [1] * decodes, [keys] * prefills + [context] * decodes
         query, cu, seq_lens = batch_tensors(spans, lens, 32, 128)
