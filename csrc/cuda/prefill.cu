@@ -55,6 +55,9 @@ __device__ int32_t steps_of_keys(const Launch& a, int32_t begin, int32_t end) {
   return (max(end, begin + 1) + a.tile_keys - 1) / a.tile_keys - begin / a.tile_keys;
 }
 
+// The first lane with the least cost. Called by a warp.
+__device__ int lane_of_least(float cost) { return __ffs(int(__ballot_sync(kFullMask, cost == -warp_max(-cost)))) - 1; }
+
 // ---- Parts ----
 // Where there are few row tiles, their keys are shared by several units, and another launch adds up what those found.
 
@@ -71,8 +74,7 @@ __device__ int32_t steps_of_part(const Launch& a, int32_t row_tiles, float steps
   float cost = rounds * (length + kUnitCost);
   if (parts > 1) cost += rounds * kPartCost + kMergeCost + units;
   if (parts > 1 && row_tiles * parts > a.slots.most - a.max_row_tiles) cost = INFINITY;
-  const float least = -warp_max(-cost);
-  const int best = __ffs(int(__ballot_sync(kFullMask, cost == least)));
+  const int best = lane_of_least(cost) + 1;
   return best == 1 ? INT32_MAX : int32_t(ceilf(steps / float(row_tiles * best)));
 }
 
@@ -104,8 +106,7 @@ __device__ int32_t blocks_for(const Launch& a, float units, float cost, float de
   const float share = float(blocks) / float(a.max_blocks), speed = 1.0f - share * share;  // of the decodes meanwhile
   const float prefills = ceilf(units / float(blocks)) * cost * kRowCost * float(a.tile_rows);
   const float time = prefills + fmaxf(decoded - speed * prefills, 0.0f);
-  const int fewest = __ffs(int(__ballot_sync(kFullMask, time == -warp_max(-time)))) - 1;
-  return __shfl_sync(kFullMask, blocks, fewest);
+  return __shfl_sync(kFullMask, blocks, lane_of_least(time));
 }
 
 // Kv heads whose keys and values, of all our sequences, lie near together: their units come before those of other heads.
