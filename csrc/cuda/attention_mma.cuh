@@ -480,6 +480,11 @@ __device__ void finish(const AttentionLaunch& a, const Segment& s, const Shared<
   }
 }
 
+// Who waits for this launch waits for the prefill kernel beside it too: one block does that, the others leave their places.
+__device__ inline void leave(const AttentionLaunch& a) {
+  if (a.has_decodes && blockIdx.x == gridDim.x - 1) wait_for_predecessor();
+}
+
 template <class Format, int kHeadSize, int kTiles, bool kDeterministic>
 __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* kWarp,
                                   Shape<Format, kHeadSize, kTiles>::kBlocksOfSm)
@@ -494,15 +499,10 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
   uint2* queries = reinterpret_cast<uint2*>(stages + num_warps() * S::kStages * S::kStageBytes);
   const uint32_t own_address = kept(shared_address(own));
 
-  let_dependents_start();
-  const bool is_last = blockIdx.x == gridDim.x - 1;
-  if (a.has_decodes) {
-    // Deterministic mode goes on: a block notes how many pieces there are.
-    if (!kDeterministic && !is_last && !__ldcg(a.has_decodes)) return;
-  } else {
-    wait_for_predecessor();
-  }
-  prefetch_table(a);
+  prefetch_inputs(a);
+  if (!a.has_decodes) wait_for_predecessor();
+  // Deterministic mode goes on: a block notes how many pieces there are.
+  if (!kDeterministic && a.has_decodes && !__ldcg(a.has_decodes)) return leave(a);
   const typename Tiles::Planned schedule(a, shared.schedule);
   Tiles loader(a, schedule);
   State<Format, kHeadSize, kTiles> state(a.params);
@@ -514,7 +514,10 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
   // small batches wait for every line of it.
 #pragma unroll 1
   while (schedule.next(position, s)) {
-    if (ahead == 0) loader.begin(s, position);  // asks for the table's entries
+    if (ahead == 0) {
+      loader.begin(s, position);  // asks for the table's entries
+      let_dependents_start();  // not before the wait: the merging launch reads the lengths at once
+    }
     state.begin(a, s, queries);  // queries go on their way before the keys, which are many
     if (threadIdx.x == 0) schedule.record(s, position);
     const int32_t end = Tiles::end_tile(s);
@@ -557,8 +560,7 @@ __global__ void __launch_bounds__(Shape<Format, kHeadSize, kTiles>::kMaxWarps* k
     }
   }
   zero_outside(a, schedule.owned_tokens());
-  // Who waits for this launch waits for the prefill kernel too, as one block does; the others leave their places.
-  if (a.has_decodes && is_last) wait_for_predecessor();
+  leave(a);
 }
 
 }  // namespace paged_kv::cuda::mma

@@ -24,7 +24,7 @@ __host__ __device__ constexpr int mma_warp_bytes(int head_size_class, int blocks
   return (blocks_of_sm == 3 ? 16 : 24) * 1024 * (head_size_class <= 128 ? 1 : 2);
 }
 
-inline constexpr int kTableLine = 32;  // table entries of a line of the L2 cache
+inline constexpr int kPrefetched = 32;  // lengths or table entries: a line of the L2 cache
 inline constexpr int kPieces = 8;  // deterministic mode: most pieces of an item
 inline constexpr int kPieceKeys = 512;  // ... and fewest keys of a piece
 inline constexpr int kMaxSplitRows = 128;  // ... sequences with more rows than this are not cut
@@ -64,7 +64,7 @@ struct AttentionLaunch {
   Divisor block_size;
   int32_t log2_line_tiles;  // so many tiles are one step of the line, that its length fits 31 bits
   Divisor group, per_grid;  // query heads per kv head; `grid`
-  Divisor table_lines;  // of a row, that are brought near while the lengths are on their way
+  Divisor table_lines;  // of a row, that are brought near before the launch before is waited for
   int32_t window_left, window_right;  // clipped to 2^30
   int32_t grid, warps;  // of the attention launch: thread blocks, and warps of one
   int32_t resident, least_share;  // blocks that run at once; steps of a part at least, if there are more than those
@@ -110,13 +110,20 @@ struct Segment {
   int32_t slot;  // where the partial result goes, -1: it is the whole
 };
 
-// While the lengths are on their way: all blocks together bring the begin of each row of the table near. How far it
-// lies from the next one, that is how wide the table is, does not matter.
-__device__ inline void prefetch_table(const AttentionLaunch& a) {
+__device__ inline void prefetch(const int32_t* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+// Brings the lengths and the begin of each row of the table near, all blocks together. Into the L2 cache: so it is done
+// before the launch before is waited for, whatever that still writes. How far a row lies from the next one, that is how
+// wide the table is, does not matter.
+__device__ inline void prefetch_inputs(const AttentionLaunch& a) {
+  const int32_t first = (blockIdx.x * blockDim.x + threadIdx.x) * kPrefetched;
+  if (first < a.num_seqs) {
+    prefetch(a.seq_lens + first);
+    prefetch(a.cu_seqlens_q + first);
+  }
   const int32_t line = threadIdx.x * gridDim.x + blockIdx.x, row = a.table_lines.divide(line);
   if (row >= a.num_seqs || a.capacity == 0) return;
-  const int32_t* entries = a.block_table + row * a.table_stride;
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(entries + (line - row * int32_t(a.table_lines.value)) * kTableLine));
+  prefetch(a.block_table + row * a.table_stride + (line - row * int32_t(a.table_lines.value)) * kPrefetched);
 }
 
 template <int kThreads>

@@ -102,7 +102,7 @@ int32_t line_shift(const AttentionParams& p, const AttentionPlan& plan) {
 
 // Lines of each table row that a launch brings near: what a warp of each thread block can ask for, shared by the rows.
 uint32_t table_lines(const AttentionParams& p, const AttentionPlan& plan) {
-  const int64_t all = divide_up(p.max_blocks, kTableLine);
+  const int64_t all = divide_up(p.max_blocks, kPrefetched);
   const int64_t share = int64_t(kWarp) * plan.grid / (p.num_seqs < 1 ? 1 : p.num_seqs);
   const int64_t lines = all < share ? all : share;
   return uint32_t(lines < 1 ? 1 : lines);
@@ -239,14 +239,14 @@ void paged_attention(AttentionParams params, const Allocate& allocate, cudaStrea
   if (params.num_tokens == 0 || params.num_heads == 0) return;
   const AttentionPlan plan = plan_attention(params);
   const bool has_prefill = plan.prefill != prefill::Kind::none;
-  params.workspace =
-      allocate(round_up(plan.bytes, 256) + (has_prefill ? prefill::workspace_bytes(params, plan.prefill) : 0));
+  // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
+  const bool alone = has_prefill && params.num_seqs == 1 && !params.deterministic;
+  const int64_t decode_bytes = alone ? 0 : round_up(plan.bytes, 256);
+  params.workspace = allocate(decode_bytes + (has_prefill ? prefill::workspace_bytes(params, plan.prefill) : 0));
   AttentionLaunch launch = launch_of(params, plan);
   if (!has_prefill) return launch_decode(launch, plan, stream);
-  // A lone sequence is long, or the bound on its length is loose: the prefill kernel serves it either way.
-  const bool alone = params.num_seqs == 1 && !params.deterministic;
   launch.row_limit = alone ? 0 : prefill::kDecodeRows;
-  void* memory = static_cast<char*>(params.workspace) + round_up(plan.bytes, 256);
+  void* memory = static_cast<char*>(params.workspace) + decode_bytes;
   prefill::launch(params, plan.prefill, launch.row_limit, memory, stream, [&](const int32_t* has_decodes) {
     launch.has_decodes = has_decodes;
     if (!alone) launch_decode(launch, plan, stream);

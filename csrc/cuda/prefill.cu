@@ -55,6 +55,10 @@ __device__ int32_t steps_of_keys(const Launch& a, int32_t begin, int32_t end) {
   return (max(end, begin + 1) + a.tile_keys - 1) / a.tile_keys - begin / a.tile_keys;
 }
 
+// Costs are counted in times of a key, that is of a tile's work for one: this is what a unit's begin and end take.
+// docs/kernels/prefill.md
+constexpr float kUnitCost = 240.0f;
+
 // The first lane with the least cost. Called by a warp.
 __device__ int lane_of_least(float cost) { return __ffs(int(__ballot_sync(kFullMask, cost == -warp_max(-cost)))) - 1; }
 
@@ -64,8 +68,7 @@ __device__ int lane_of_least(float cost) { return __ffs(int(__ballot_sync(kFullM
 // Steps of a part's keys, for `row_tiles` tiles of `steps` steps in all: a number of parts for a tile of average length
 // is chosen by the time that the rounds of the thread blocks take. Called by a warp; each lane looks at a number.
 __device__ int32_t steps_of_part(const Launch& a, int32_t row_tiles, float steps) {
-  // In times of a key: of a unit's begin and end, of storing a part, of the merging launch. docs/kernels/prefill.md
-  constexpr float kUnitCost = 240.0f, kPartCost = 80.0f, kMergeCost = 300.0f;
+  constexpr float kPartCost = 80.0f, kMergeCost = 300.0f;  // of storing a part, of the merging launch
   if (row_tiles == 0 || row_tiles > a.max_row_tiles || a.slots.most == 0) return INT32_MAX;
   const int32_t parts = int32_t(threadIdx.x % kWarp) + 1;
   const float length = ceilf(steps / float(row_tiles * parts)) * float(a.tile_keys);
@@ -118,8 +121,7 @@ __device__ int32_t section_for(const Launch& a, float keys) {
   return heads < float(all) ? max(int32_t(heads), 1) : all;
 }
 
-// Time of a tile, in keys: its own, and what its begin and end take.
-__device__ float cost_of(const Tile& t) { return float(max(t.keys_end - t.keys_begin, 0) + 256); }
+__device__ float cost_of(const Tile& t) { return float(max(t.keys_end - t.keys_begin, 0)) + kUnitCost; }
 
 // Calls function(tile, part, num_parts) for every row tile. Without parts a warp takes a sequence, a lane a tile of it. With
 // parts, which few tiles have, a warp takes a tile, a lane each of the parts that it may have.
