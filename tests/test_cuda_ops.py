@@ -35,11 +35,12 @@ class Rows:
         return self.block_table, self.seq_lens, self.free_ring, self.ref_counts, self.counters
 
 
-def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of the step, and its result, which each replay writes anew."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
-    return graph
+        out = step()
+    return graph, out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,7 +60,6 @@ def test_replay_with_other_lengths_rows_and_tables(head_size: int, dtype: torch.
     num_new = torch.ones(num_seqs, dtype=torch.int32, device="cuda")
     query = torch.zeros(num_seqs, heads, head_size, dtype=dtype, device="cuda")
     key, value = (torch.zeros(num_seqs, kv_heads, head_size, dtype=dtype, device="cuda") for _ in range(2))
-    out = torch.empty_like(query)
     scale = head_size**-0.5
 
     def attend() -> Tensor:
@@ -67,11 +67,11 @@ def test_replay_with_other_lengths_rows_and_tables(head_size: int, dtype: torch.
             query, key_cache, value_cache, rows.block_table[0], rows.seq_lens, cu, 1, scale=scale
         )
 
-    def step() -> None:
+    def step() -> Tensor:
         slots, pairs = ops.allocate(*rows.state(), cu, num_seqs, BLOCK_SIZE, num_new=num_new)
         ops.copy_blocks([storage], [], pairs)
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots[0])
-        out.copy_(attend())
+        return attend()
 
     def fill() -> None:
         for tensor in (query, key, value):
@@ -79,7 +79,7 @@ def test_replay_with_other_lengths_rows_and_tables(head_size: int, dtype: torch.
 
     fill()
     step()
-    graph = captured(step)
+    graph, out = captured(step)
     ops.free(*rows.state(), torch.zeros(num_seqs, dtype=torch.int32, device="cuda"), BLOCK_SIZE)
 
     live = [1, 4, 6]
@@ -115,12 +115,7 @@ def test_replay_after_running_out() -> None:
     """In a graph the status sticks, nothing changes, and the tokens of the failed step get no slot."""
     rows = Rows(1, 2, 4, 4, "cuda")
     cu = prefix_sum([BLOCK_SIZE, BLOCK_SIZE], "cuda")
-    slots = torch.empty(1, 2 * BLOCK_SIZE, dtype=torch.int64, device="cuda")
-
-    def step() -> None:
-        slots.copy_(ops.allocate(*rows.state(), cu, 2 * BLOCK_SIZE, BLOCK_SIZE)[0])
-
-    graph = captured(step)
+    graph, slots = captured(lambda: ops.allocate(*rows.state(), cu, 2 * BLOCK_SIZE, BLOCK_SIZE)[0])
     for _ in range(2):
         graph.replay()
         assert (slots >= 0).all()
