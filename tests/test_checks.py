@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_paged_kv import ops  # noqa: F401  (loads the libraries)
+from torch_paged_kv import OutOfBlocksError, ops
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
@@ -92,7 +92,7 @@ OPS = [
 
 
 def call(op: str, arguments: Arguments) -> Any:
-    return getattr(torch.ops.paged_kv, op).default(**arguments)
+    return getattr(ops, f"_{op}")(**arguments)  # the op without what its wrapper adds
 
 
 def to(**values: Any) -> Change:
@@ -516,9 +516,31 @@ def test_out_of_blocks_changes_nothing() -> None:
     arguments = {**good("allocate"), "cu_seqlens_q": int32(0, 12, 20), "num_tokens": 20}
     arguments["block_table"] = int32([0, -1, -1, -1], [1, 2, -1, -1])
     before = copy.deepcopy(arguments)
-    with pytest.raises(RuntimeError, match=r"^out of blocks: wanted 5, free 2$"):
+    with pytest.raises(OutOfBlocksError, match=r"^out of blocks: wanted 5, free 2, evictable 0$"):
         call("allocate", arguments)
     assert all(torch.equal(before[name], arguments[name]) for name in state())
+
+
+def test_the_raw_op_has_the_same_words() -> None:
+    """torch makes a RuntimeError of a C++ std::invalid_argument from 2.15 on."""
+    change, message = CASES["free"][0]
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        torch.ops.paged_kv.free(**change(good("free")))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("device index must be below 64, got 64"),
+        torch.OutOfMemoryError("memory must be there, got none"),
+        OutOfBlocksError(5, 2, 1),
+    ],
+    ids=lambda error: str(error),
+)
+def test_other_errors_stay_as_they_are(error: RuntimeError) -> None:
+    assert ops._typed(error) is error
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Typed wrapper per op of `torch.ops.paged_kv`, with the fake that lets torch.compile and torch.export trace it.
 
 A wrapper has its schema's names, order and defaults (`csrc/ops.h`, where each is typed once) and adds what a C++ kernel
-cannot do: it refuses tensors that require grad, casts small per-head vectors to float32, and turns the allocator's
-"out of blocks" into `OutOfBlocksError`. Everything else, argument checks included, is the op's own.
+cannot do: it refuses tensors that require grad, casts small per-head vectors to float32, and gives errors their types
+(`OutOfBlocksError`, ValueError). Everything else, argument checks included, is the op's own.
 
 Words used throughout: a *block* is `block_size` consecutive token positions of one sequence; a *slot* is one token
 position in the pool, `block * block_size + offset`; -1 is "no block" in a table and "write nothing" in a slot mapping.
@@ -46,18 +46,45 @@ __all__ = [
 
 load_libraries()
 
-# The overloads themselves: calling one skips the overload resolution of `torch.ops.paged_kv.<name>`.
-_allocate = torch.ops.paged_kv.allocate.default
-_copy_blocks = torch.ops.paged_kv.copy_blocks.default
-_find_shared_prefixes = torch.ops.paged_kv.find_shared_prefixes.default
-_fork = torch.ops.paged_kv.fork.default
-_free = torch.ops.paged_kv.free.default
-_gather_blocks = torch.ops.paged_kv.gather_blocks.default
-_merge_attention_states = torch.ops.paged_kv.merge_attention_states.default
-_paged_attention = torch.ops.paged_kv.paged_attention.default
-_paged_attention_with_lse = torch.ops.paged_kv.paged_attention_with_lse.default
-_reshape_and_cache = torch.ops.paged_kv.reshape_and_cache.default
-_swap_blocks = torch.ops.paged_kv.swap_blocks.default
+
+def _op(name: str) -> Callable[..., Any]:
+    """An op whose errors have their types: what C++ throws is a RuntimeError by torch 2.15 and newer, whatever it was.
+
+    It is the overload itself: calling that skips the overload resolution of `torch.ops.paged_kv.<name>`.
+    """
+    overload = getattr(torch.ops.paged_kv, name).default
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return overload(*args, **options)
+        except RuntimeError as error:
+            raise _typed(error) from None
+
+    return call
+
+
+def _typed(error: RuntimeError) -> Exception:
+    """By its text, which is ours: "out of blocks: wanted W, free F", or "<argument> must <rule>, got <value>"."""
+    if type(error) is not RuntimeError:
+        return error
+    if numbers := re.search(r"out of blocks: wanted (\d+), free (\d+)", str(error)):
+        return OutOfBlocksError(int(numbers[1]), int(numbers[2]))
+    if re.match(r"\S+( and \S+)? must .*, got ", str(error), re.DOTALL):
+        return ValueError(str(error))
+    return error
+
+
+_allocate = _op("allocate")
+_copy_blocks = _op("copy_blocks")
+_find_shared_prefixes = _op("find_shared_prefixes")
+_fork = _op("fork")
+_free = _op("free")
+_gather_blocks = _op("gather_blocks")
+_merge_attention_states = _op("merge_attention_states")
+_paged_attention = _op("paged_attention")
+_paged_attention_with_lse = _op("paged_attention_with_lse")
+_reshape_and_cache = _op("reshape_and_cache")
+_swap_blocks = _op("swap_blocks")
 
 
 def _refuse_grad(**tensors: Tensor | None) -> None:
@@ -122,26 +149,10 @@ def allocate(
     Source: block tables and copy-on-write after Kwon et al., "Efficient Memory Management for Large Language Model
     Serving with PagedAttention", SOSP 2023, section 4.
     """
-    if torch.compiler.is_compiling():
-        return _allocate(  # type: ignore[no-any-return]
-            block_table, seq_lens, free_ring, ref_counts, counters, cu_seqlens_q, num_tokens, block_size,
-            num_new=num_new, retain=retain,
-        )  # fmt: skip
-    try:
-        return _allocate(  # type: ignore[no-any-return]
-            block_table, seq_lens, free_ring, ref_counts, counters, cu_seqlens_q, num_tokens, block_size,
-            num_new=num_new, retain=retain,
-        )  # fmt: skip
-    except RuntimeError as error:
-        raise _out_of_blocks(error) from None
-
-
-def _out_of_blocks(error: RuntimeError) -> RuntimeError:
-    """The typed error for the op's "out of blocks: wanted W, free F"; any other error as it is."""
-    numbers = re.search(r"out of blocks: wanted (\d+), free (\d+)", str(error))
-    if numbers is None or isinstance(error, OutOfBlocksError):
-        return error
-    return OutOfBlocksError(int(numbers[1]), int(numbers[2]))
+    return _allocate(  # type: ignore[no-any-return]
+        block_table, seq_lens, free_ring, ref_counts, counters, cu_seqlens_q, num_tokens, block_size,
+        num_new=num_new, retain=retain,
+    )  # fmt: skip
 
 
 def free(
