@@ -28,6 +28,25 @@ def dtype_id(value: object) -> str | None:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
+def bits(x: Tensor) -> Tensor:
+    """The bytes, so that NaN equals NaN and -0 differs from 0."""
+    return x.reshape(-1).view(torch.uint8)
+
+
+def assert_same_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected):
+        assert torch.equal(bits(a), bits(b))
+
+
+def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of the step, and its result, which each replay writes anew."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return graph, out
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tolerances
 

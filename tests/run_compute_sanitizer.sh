@@ -38,7 +38,7 @@ for tool in ${TOOLS:-memcheck racecheck initcheck}; do
         log="$LOGS/$tool.${part##*/}"
         gpu=$(echo $GPUS | cut -d " " -f $((number % $(echo $GPUS | wc -w) + 1)))
         CUDA_VISIBLE_DEVICES=$gpu PYTORCH_NO_CUDA_MEMORY_CACHING=$own \
-            compute-sanitizer --tool "$tool" $only --print-limit 1000000 --log-file "$log.errors" \
+            compute-sanitizer --tool "$tool" $only --log-file "$log.errors" \
             "$PYTHON" -m pytest -q -p no:cacheprovider "@$part" >"$log" 2>&1 || echo "exit $?" >>"$log" &
         number=$((number + 1))
     done

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from op_cases import attention_case, fused_views, int32, prefix_sum, slots_of
+from op_cases import assert_same_bits, attention_case, captured, fused_views, int32, prefix_sum, slots_of
 from torch import Tensor
 
 from torch_paged_kv import ops, reference
@@ -33,14 +33,6 @@ class Rows:
 
     def state(self) -> tuple[Tensor, ...]:
         return self.block_table, self.seq_lens, self.free_ring, self.ref_counts, self.counters
-
-
-def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of the step, and its result, which each replay writes anew."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    return graph, out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,12 +140,12 @@ def late_copy_kernel() -> Callable[..., None]:
 
 def side_by_side(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """An int32 buffer that holds all tensors, and views of it that equal them, 64 bytes aligned."""
-    buffer = torch.zeros(sum(-(-t.nbytes // 64) * 16 for t in tensors), dtype=torch.int32, device="cuda")
-    views, begin = [], 0
-    for tensor in tensors:
-        view = buffer[begin:].view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    sizes = [-(-tensor.nbytes // 64) * 16 for tensor in tensors]
+    buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=tensors[0].device)
+    views = []
+    for tensor, part in zip(tensors, buffer.split(sizes), strict=True):
+        view = part.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         views.append(view.copy_(tensor))
-        begin += -(-tensor.nbytes // 64) * 16
     return buffer, views
 
 
@@ -177,10 +169,10 @@ def test_inputs_written_late_by_a_predecessor(ops_in_step: str, q_lens: list[int
     scales = [case.options["key_scale"], case.options["value_scale"]]
     written = [case.key_cache, case.value_cache, *(scale for scale in scales if scale is not None)]
 
-    def step() -> Tensor | None:
+    def step() -> list[Tensor]:
         if "write" in ops_in_step:
             ops.reshape_and_cache(key, value, case.key_cache, case.value_cache, slots, *scales)
-        return ops.paged_attention(*case.tensors(), **case.options) if "attend" in ops_in_step else None
+        return [ops.paged_attention(*case.tensors(), **case.options)] if "attend" in ops_in_step else []
 
     begin, source = [tensor.clone() for tensor in written], buffer.clone()
     expected, expected_written = step(), [tensor.clone() for tensor in written]
@@ -192,14 +184,7 @@ def test_inputs_written_late_by_a_predecessor(ops_in_step: str, q_lens: list[int
         late_copy_kernel()(grid=(1, 1, 1), block=(128, 1, 1), args=[buffer, source, buffer.numel(), 2_000_000])
         out = step()
     torch.cuda.synchronize()
-    for tensor, expected_tensor in zip([*written, out], [*expected_written, expected], strict=True):
-        if tensor is not None:
-            assert torch.equal(bits_of(tensor), bits_of(expected_tensor))
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """NaN, with which pools are poisoned, equals itself here."""
-    return tensor.contiguous().view(torch.uint8)
+    assert_same_bits([*written, *out], [*expected_written, *expected])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import EIGHT_BIT_DTYPES, VALUES_COUNT, attention_case, dtype_id, int32, prefix_sum
+from op_cases import EIGHT_BIT_DTYPES, VALUES_COUNT, attention_case, captured, dtype_id, int32, prefix_sum
 
 from torch_paged_kv import ops
 
@@ -219,9 +219,7 @@ def test_few_rows_replayed_with_other_lengths(block_size: int) -> None:
     options: dict[str, Any] = {"num_heads": 8, "head_size": 128, "block_size": block_size, "dtype": torch.bfloat16}
     case = attention_case([40, 30], [most, most], device="cuda", **options)
     case.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = case.run()
+    graph, out = captured(case.run)
     for q_lens, lens in [
         ([40, 30], [40, most - 100]),
         ([70, 0], [most, 0]),
@@ -351,9 +349,7 @@ def test_replay_with_other_lengths(head_size: int, block_size: int) -> None:
     case = attention_case([num_tokens // 4] * 4, [capacity] * 4, dtype=torch.bfloat16, device="cuda", **options)
     case.max_seqlen_q = num_tokens
     case.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = case.run()
+    graph, out = captured(case.run)
     for q_lens, lens in [
         ([700, 0, 0, 0], [1500, 5, 0, 7]),
         ([1, 1, 600, 1], [1600, 33, 777, 16]),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_cases import EIGHT_BIT_DTYPES, FLOAT_DTYPES, INT32_MAX, LAYOUTS, dtype_id, make_caches, make_scales
+from op_cases import (
+    EIGHT_BIT_DTYPES,
+    FLOAT_DTYPES,
+    INT32_MAX,
+    LAYOUTS,
+    assert_same_bits,
+    bits,
+    dtype_id,
+    make_caches,
+    make_scales,
+)
 from torch import Tensor
 
 from torch_paged_kv import ops, reference
 
 NAN, INF = float("nan"), float("inf")
-
-
-def bits(x: Tensor) -> Tensor:
-    """The bytes, so that NaN equals NaN and -0 differs from 0."""
-    return x.reshape(-1).view(torch.uint8)
 
 
 def write(
@@ -47,12 +52,6 @@ def write(
         function(key, value, *caches, torch.tensor(slots, device=key.device), *own_scales)
         results.append((*caches, *(scale for scale in own_scales if scale is not None)))
     return results[0], results[1]
-
-
-def assert_same_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    assert len(actual) == len(expected)
-    for a, b in zip(actual, expected):
-        assert torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize(

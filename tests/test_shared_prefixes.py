@@ -18,6 +18,7 @@ from op_cases import (
     AttentionCase,
     assert_at_most_twice_naive,
     attention_case,
+    captured,
     dtype_id,
     int32,
     prefix_sum,
@@ -376,9 +377,7 @@ def test_cuda_graph_follows_tables_and_lengths() -> None:
 
     step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for case in cases:
         count = len(case.seq_lens)
         query[:count].copy_(case.query)

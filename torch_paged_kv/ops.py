@@ -18,7 +18,6 @@ computed in the query's dtype with float32 accumulation.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from . import reference
 from ._library import load_libraries
-from .errors import OutOfBlocksError
+from .errors import typed
 
 __all__ = [
     "allocate",
@@ -48,30 +47,16 @@ load_libraries()
 
 
 def _op(name: str) -> Callable[..., Any]:
-    """An op whose errors have their types: what C++ throws is a RuntimeError by torch 2.15 and newer, whatever it was.
-
-    It is the overload itself: calling that skips the overload resolution of `torch.ops.paged_kv.<name>`.
-    """
+    """An op whose errors have their types. Its overload is resolved here, once, and not in each call."""
     overload = getattr(torch.ops.paged_kv, name).default
 
     def call(*args: Any, **options: Any) -> Any:
         try:
             return overload(*args, **options)
         except RuntimeError as error:
-            raise _typed(error) from None
+            raise typed(error) from None
 
     return call
-
-
-def _typed(error: RuntimeError) -> Exception:
-    """By its text, which is ours: "out of blocks: wanted W, free F", or "<argument> must <rule>, got <value>"."""
-    if type(error) is not RuntimeError:
-        return error
-    if numbers := re.search(r"out of blocks: wanted (\d+), free (\d+)", str(error)):
-        return OutOfBlocksError(int(numbers[1]), int(numbers[2]))
-    if re.match(r"\S+( and \S+)? must .*, got ", str(error), re.DOTALL):
-        return ValueError(str(error))
-    return error
 
 
 _allocate = _op("allocate")
